@@ -251,14 +251,28 @@ def a_policy() -> Namespace:
     return {**names, "prompt": {"input_ids": torch.arange(3, 8)[None]}}
 
 
-def a_reward_model() -> Namespace:
-    """A posterior of it in "my-rewards", and texts."""
+def pairs_of_texts() -> Namespace:
+    """A reward model, tokenised pairs and a tokenizer."""
     ids = [token_rows(2, length=6, seed=seed) for seed in range(8)]
     rows = [{"input_ids": [row["input_ids"] for row in pair], "labels": 0} for pair in ids]
     model = with_lora(saved_base(tiny_bert(num_labels=1)))
+    return {"model": model, "pairs": Dataset.from_list(rows), "tokenizer": tiny_tokenizer()}
+
+
+def pairs_of_answers() -> Namespace:
+    """A language model, and tokenised pairs of answers to prompts of two tokens."""
+    rows = pairs_of_texts()["pairs"].map(
+        lambda row: {"attention_mask": [[1] * 6] * 2, "completion_mask": [[0, 0, 1, 1, 1, 1]] * 2}
+    )
+    return {"model": with_lora(saved_base(tiny_llama())), "pairs": rows}
+
+
+def a_reward_model() -> Namespace:
+    """A posterior of it in "my-rewards", and texts."""
+    made = pairs_of_texts()
     run = BayesianTrainer(
-        model, EnsembleConfig(num_chains=3, prior_std=1.0), arguments("my-rewards"),
-        train_dataset=Dataset.from_list(rows), likelihood=BradleyTerry(), processing_class=tiny_tokenizer(),
+        made["model"], EnsembleConfig(num_chains=3, prior_std=1.0), arguments("my-rewards"),
+        train_dataset=made["pairs"], likelihood=BradleyTerry(), processing_class=tiny_tokenizer(),
         data_collator=default_data_collator,
     )  # fmt: skip
     run.train()
@@ -292,10 +306,12 @@ SNIPPETS = {
     ("docs/laplace.md", 2): Snippet(a_classifier),
     ("docs/laplace.md", 3): Snippet(lambda: a_language_model("out")),
     ("docs/likelihoods.md", 0): Snippet(rows_with_numbers, {"num_train_epochs=3": "max_steps=20"}),
-    ("docs/dpo.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=20"}, "trl"),
+    ("docs/dpo.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=60"}, "trl"),
     ("docs/dpo.md", 1): Snippet(a_policy),
-    ("docs/rewards.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=20"}, "trl"),
-    ("docs/rewards.md", 1): Snippet(a_reward_model),
+    ("docs/dpo.md", 2): Snippet(pairs_of_answers, {"num_train_epochs=1": "max_steps=20"}),
+    ("docs/rewards.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=60"}, "trl"),
+    ("docs/rewards.md", 1): Snippet(pairs_of_texts),
+    ("docs/rewards.md", 2): Snippet(a_reward_model),
     ("docs/models.md", 0): Snippet(lambda: {**a_language_model("my-posterior"), "peft_model": with_lora(tiny_llama())}),
     ("docs/models.md", 1): Snippet(a_resnet, {"max_steps=500": "max_steps=4"}),
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),

@@ -119,10 +119,13 @@ class RewardModel:
 
     @torch.no_grad()
     def member_rewards(self, texts: Sequence[Text]) -> Tensor:
-        """Return [M, N], the reward that each member here gives to each text."""
+        """Return [M, N], the reward that each member here gives to each text.
+
+        Members of a linearised model are draws of its Gaussian, and their rewards are linear in theta.
+        """
         if not texts:
             raise ValueError("rewards are of texts, got none")
-        parts = [self.model.member_logits(batch)[..., 0] for batch in self._batches(texts)]
+        parts = [self.model.drawn_outputs(batch)[..., 0] for batch in self._batches(texts)]
         return torch.cat(parts, 1).float()
 
     def _batches(self, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:

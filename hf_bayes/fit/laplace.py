@@ -26,6 +26,7 @@ from hf_bayes.models.attaching import refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.classification import problem_of
 from hf_bayes.models.inherited_prior import Inherited, inherit
+from hf_bayes.models.preferences import REFERENCE, BayesianModelForPreferences
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
 from hf_bayes.objectives.data_access import DataAccess
@@ -130,6 +131,7 @@ def _fit(
     model: BayesianModel, data: Any, config: Any, collate: Callable[..., Any], batch_size: int, num_data: float | None,
     data_unit: str, subspace: str, tokenizer: Any, heldout: Any, seed: int, inherited: Inherited | None,
 ) -> Posterior:  # fmt: skip
+    _require_reference(model, data, collate)
     count = functools.partial(count_terms_of, model, collate=collate)
     config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
     config.spec.check_likelihood(lacks_of(model.likelihood))
@@ -163,6 +165,18 @@ def _fit(
     finally:
         model.likelihood = likelihood
         objective.close()
+
+
+def _require_reference(model: BayesianModel, data: Any, collate: Callable[..., Any]) -> None:
+    """Raise if the model is its own reference under the likelihood of DPO: all rewards would be 0."""
+    if not isinstance(model, BayesianModelForPreferences) or model.other_reference is not None:
+        return
+    if bool((model.current == model.reference).all()) and REFERENCE not in collate([data[0]]):
+        raise ValueError(
+            "the model is its own reference, so that the rewards of all answers are 0: give the log-probabilities of "
+            f"the reference model as the column {REFERENCE!r} [2] of the data, or train with a BayesianTrainer "
+            "(docs/dpo.md)"
+        )
 
 
 def _cost(data: Any) -> float:

@@ -54,6 +54,15 @@ def shape_of(inputs: dict[str, Any]) -> tuple[int, int]:
     return shape[0], shape[1] if len(shape) > 1 else 1
 
 
+def shape_of_texts(inputs: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return (B, K, T) for B rows of K texts with T positions each; K is 1 unless ``input_ids`` are [B, K, T]."""
+    ids = inputs.get("input_ids")
+    if isinstance(ids, Tensor) and ids.ndim == 3:
+        return ids.shape[0], ids.shape[1], ids.shape[2]
+    rows, positions = shape_of(dict(inputs))
+    return rows, 1, positions
+
+
 def _main_input(inputs: dict[str, Any]) -> Tensor:
     for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
         if isinstance(value := inputs.get(key), Tensor):

@@ -5,6 +5,9 @@ a consumer, and does not store them. The input is an ordinary saved tensor, so a
 recomputes it. Random parameters need no gradient themselves: the gradient of each row follows from (input, output
 gradient). One backward pass that delivers these pairs is one vector-Jacobian product (VJP).
 
+A row of the data may have several texts, such as a pair of answers. They go through the model one by one. The record of
+such a row holds the positions of all its texts side by side, so that a sum over positions is a sum over texts, too.
+
 curvlinops (matrix-free products, K-FAC on nn.Linear) is no replacement. It supports neither Conv1D, norms and
 embeddings nor peft's factors, it differentiates the loss of whole batches in its own loop, and it keeps the logits of
 all positions.
@@ -27,7 +30,7 @@ from hf_bayes.core.layout import modules_of
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members import batch_norm, compat
 from hf_bayes.members.convolution import CONVOLUTIONS
-from hf_bayes.members.inputs import shape_of
+from hf_bayes.members.inputs import shape_of_texts
 
 
 class HookedLayer:
@@ -56,17 +59,22 @@ class HookedLayer:
         self.is_head = False
         self.reader: nn.Module = module
 
-    def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype, only: str | None = None) -> dict[str, Tensor]:
+    def row_gradients(
+        self, x: Tensor, g: Tensor, dtype: torch.dtype, only: str | None = None, num_texts: int = 1
+    ) -> dict[str, Tensor]:
         """Return the gradient of each row in the module's random parameters, {name: [R, *shape]}.
 
         Args:
-            x: [R, P, in] the module's input (embeddings: ids [R, P]; with channels: [R, in, ...]).
-            g: [R, P, out] the gradient of its output (with channels: [R, out, ...]).
+            x: [R, P, in] the module's input (embeddings: ids [R, P]; with channels: [R, K, in, ...]).
+            g: [R, P, out] the gradient of its output (with channels: [R, K, out, ...]).
             dtype: the dtype of the computation.
             only: the name of one parameter that is wanted; None means all.
+            num_texts: K, the number of texts in a row. Each has P / K positions.
         """
         wanted = {attribute: name for attribute, name in self.names.items() if only in (None, name)}
         if not self.linear:
+            if not self.has_channels:
+                x, g = x.unflatten(1, (num_texts, -1)), g.unflatten(1, (num_texts, -1))
             return self._through_own_forward(wanted, x, g, dtype)
         x, g, found = x.to(dtype), g.to(dtype), {}
         if "weight" in wanted:
@@ -79,12 +87,16 @@ class HookedLayer:
     def _through_own_forward(
         self, wanted: Mapping[str, str], x: Tensor, g: Tensor, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Differentiate the module's own forward for each row. This works for every norm and embedding."""
+        """Differentiate the module's own forward for each row. This works for every norm and embedding.
+
+        Args:
+            x, g: [R, K, ...], the K texts of each row; the module takes them as a batch.
+        """
         leaves = {attribute: getattr(self.module, attribute).detach() for attribute in wanted}
 
         def of_row(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-            y, pull, *_ = torch.func.vjp(lambda values: compat.forward_with(self.module, values, one[None]), leaves)
-            found: dict[str, Tensor] = pull(gradient[None].to(y.dtype))[0]
+            y, pull, *_ = torch.func.vjp(lambda values: compat.forward_with(self.module, values, one), leaves)
+            found: dict[str, Tensor] = pull(gradient.to(y.dtype))[0]
             return found
 
         rows = torch.func.vmap(of_row)(x.detach(), g.detach())
@@ -97,12 +109,13 @@ class LayerRecord(NamedTuple):
     Attributes:
         layer: the module.
         source: a number of the input; layers with the same input tensor have the same number.
-        x: [R, P, in] the input (embeddings: [R, P]; with channels: [R, in, ...]).
-        g: [R, P, out] the output gradient (with channels: [R, out, ...]).
+        x: [R, P, in] the input (embeddings: [R, P]; with channels: [R, K, in, ...]).
+        g: [R, P, out] the output gradient (with channels: [R, K, out, ...]).
         rows: the rows of the batch that ``x`` and ``g`` belong to.
         valid: [R, P] bool, False at padding; None if every position counts.
         first: True in the first backward pass of a batch, when inputs are new.
         again: True if the pass has already delivered these rows of this module, because the model calls it repeatedly.
+        num_texts: K, the number of texts in a row; its P positions are those of the texts side by side.
     """
 
     layer: HookedLayer
@@ -113,6 +126,7 @@ class LayerRecord(NamedTuple):
     valid: Tensor | None
     first: bool
     again: bool
+    num_texts: int = 1
 
 
 class LayerHooks:
@@ -145,7 +159,7 @@ class LayerHooks:
         self._delivered: set[tuple[int, int]] = set()
         self._called: set[int] = set()
         self._num_positions = 1
-        self._num_rows, self._rows = 1, slice(None)
+        self._num_rows, self._num_texts, self._rows = 1, 1, slice(None)
         self._valid: Tensor | None = None
         self._terms: Tensor | None = None
         self._one_row = False
@@ -175,17 +189,19 @@ class LayerHooks:
                 handle.remove()
             self._consume, self._seen, self._sources = None, [], {}
 
-    def begin(self, num_rows: int, num_positions: int, mask: Tensor | None, terms: Tensor | None = None) -> None:
+    def begin(self, inputs: Mapping[str, Any], terms: Tensor | None = None) -> None:
         """Start a batch.
 
         Args:
-            num_rows: B.
-            num_positions: T.
-            mask: [B, T], 0 at padding.
+            inputs: B rows of K texts each; ``attention_mask`` is 0 at padding. If K > 1, the model will read B K texts,
+                the texts of a row one after the other.
             terms: [B, T], True at likelihood terms.
         """
-        self._terms, self._num_positions = terms, num_positions
-        self._num_rows, self._rows, self._one_row = num_rows, slice(0, num_rows), False
+        self._num_rows, self._num_texts, positions = shape_of_texts(inputs)
+        self._terms, self._num_positions = terms, self._num_texts * positions
+        self._rows, self._one_row = slice(0, self._num_rows), False
+        mask = inputs.get("attention_mask")
+        mask = mask.flatten(1) if mask is not None and self._num_texts > 1 else mask
         self._valid = None if mask is None or mask.ndim != 2 else mask.bool()
         self._seen, self._sources = [], {}
 
@@ -199,14 +215,20 @@ class LayerHooks:
         self._consume, self._first, self._delivered = consume, first, set()
 
     @contextmanager
-    def one_row(self, row: int) -> Iterator[None]:
-        """Within the block, forward and backward passes are over this row only."""
-        before = self._rows, self._one_row, self._valid
-        self._rows, self._one_row, self._valid = slice(row, row + 1), True, None
+    def one_row(self, row: int, valid: Tensor | None = None, num_texts: int = 1) -> Iterator[None]:
+        """Within the block, forward and backward passes are over this row only.
+
+        Args:
+            row: the number of the row in the batch.
+            valid: [1, P], False at positions that do not count; None if all count.
+            num_texts: K, the number of texts to which the P positions belong.
+        """
+        before = self._rows, self._one_row, self._valid, self._num_texts
+        self._rows, self._one_row, self._valid, self._num_texts = slice(row, row + 1), True, valid, num_texts
         try:
             yield
         finally:
-            self._rows, self._one_row, self._valid = before
+            self._rows, self._one_row, self._valid, self._num_texts = before
 
     def _input_hook(self, index: int) -> Callable[..., None]:
         def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,7 +244,7 @@ class LayerHooks:
         apply: Callable[..., Tensor] = _Identity.apply
 
         def insert_identity(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            x, rows = args[0], 1 if self._one_row else self._num_rows
+            x, rows = args[0], 1 if self._one_row else self._num_rows * self._num_texts
             self._called.add(index)
             if isinstance(module, nn.Embedding) and output.shape[0] == 1 < rows:  # position ids [1, T] for all rows
                 x, output = x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
@@ -240,11 +262,12 @@ class LayerHooks:
         Raises:
             ValueError: naming a parameter of the module.
         """
+        expected = self._num_rows * self._num_texts
         tokens = output.ndim == 2 and output.shape[0] == self._num_rows * self._num_positions  # row after row
-        if output.shape[0] != self._num_rows and not tokens:
+        if output.shape[0] != expected and not tokens:
             raise ValueError(
                 f"{next(iter(self.layers[index].names.values()))}: its module was called with {output.shape[0]} rows, "
-                f"expected {self._num_rows}: the model puts positions first, shuffles rows (experts), or calls it on a "
+                f"expected {expected}: the model puts positions first, shuffles rows (experts), or calls it on a "
                 "table. Row gradients are not defined there: leave it out of the subspace, or use estimator='hessian'"
             )
 
@@ -268,10 +291,11 @@ class LayerHooks:
         key = (index, self._rows.start)
         again = key in self._delivered
         self._delivered.add(key)
+        rows, texts = 1 if self._one_row else self._num_rows, self._num_texts
         if self.layers[index].has_channels:
-            self._consume(LayerRecord(self.layers[index], source, x, g, self._rows, None, self._first, again))
+            x, g = x.unflatten(0, (rows, texts)), g.unflatten(0, (rows, texts))
+            self._consume(LayerRecord(self.layers[index], source, x, g, self._rows, None, self._first, again, texts))
             return
-        rows = 1 if self._one_row else self._num_rows
         g = g.reshape(rows, -1, g.shape[-1])
         x = x.reshape(rows, -1, x.shape[-1]) if x.is_floating_point() else x.reshape(rows, -1)
         valid = self._valid if self._valid is not None and self._valid.shape == g.shape[:2] else None
@@ -279,7 +303,7 @@ class LayerHooks:
         if layer.is_head and not self._one_row:
             known = self._terms is not None and self._terms.shape == g.shape[:2]
             valid = self._terms if known else g.ne(0).any(-1)  # a sequence classifier reads one position per row
-        self._consume(LayerRecord(layer, source, x, g, self._rows, valid, self._first, again))
+        self._consume(LayerRecord(layer, source, x, g, self._rows, valid, self._first, again, texts))
 
 
 class _Identity(torch.autograd.Function):
@@ -301,11 +325,11 @@ class _Identity(torch.autograd.Function):
 def pieces(batch: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
     """Yield a batch in pieces of at most ``size`` rows; None means the whole batch.
 
-    A batch with as many rows as positions is cut in two. In one piece, an output with positions first, or of a table of
-    positions, could not be distinguished from an output with rows first.
+    A batch with as many texts as positions is cut in two. In one piece, an output with positions first, or of a table
+    of positions, could not be distinguished from an output with rows first.
     """
-    rows, positions = shape_of(batch)
-    size = min(size or rows, -(-rows // 2) if rows == positions else rows)
+    rows, texts, positions = shape_of_texts(batch)
+    size = min(size or rows, -(-rows // 2) if rows * texts == positions else rows)
     for start in range(0, rows, size):
         yield with_tensors(batch, partial(_cut, kept=slice(start, start + size), num_rows=rows))
 

@@ -31,19 +31,13 @@ def as_single_model(members: Members, row: Tensor) -> Iterator[dict[str, nn.Para
     members.require_attached()
     functions: list[tuple[Any, Any]] = []
     context = members.context
-    found: dict[str, Any] = dict(members.model.named_parameters(remove_duplicate=False))
-    found |= running_statistics(members.model)
-    random = {name: found[name] for name in members.layout.names}
-    before = {name: parameter.data for name, parameter in random.items()}
     bound = context.tensors, context.num_members
     for item in members.stacked:
         item.remove()
     members.trunk.remove()
     try:
         context.tensors, context.num_members = {}, 1
-        for name, value in members.layout.unflatten(row.detach()).items():
-            random[name].data = value.to(before[name]).clone()
-        with evaluating(members.model):
+        with weights_of(members, row) as random, evaluating(members.model):
             for module in [module for module in members.model.modules() if _can_checkpoint(module)]:
                 module.training = True  # the flag of this module alone: its submodules stay in evaluation mode
                 functions.append((module, compat.checkpointing_function(module)))
@@ -51,14 +45,31 @@ def as_single_model(members: Members, row: Tensor) -> Iterator[dict[str, nn.Para
                 compat.set_checkpointing_function(module, partial(functions[-1][1], context_fn=noop_context_fn))
             yield random
     finally:
-        for name, parameter in random.items():
-            parameter.data = before[name]
         context.tensors, context.num_members = bound
         for item in members.stacked:
             item.install()
         members.trunk.install()
         for module, function in functions:
             compat.set_checkpointing_function(module, function)
+
+
+@contextmanager
+def weights_of(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
+    """Put ``row`` [d] into the random parameters until the end of the block, and yield these by name.
+
+    Without the forwards of the members (``as_single_model``), the model then computes with this row.
+    """
+    found: dict[str, Any] = dict(members.model.named_parameters(remove_duplicate=False))
+    found |= running_statistics(members.model)
+    random = {name: found[name] for name in members.layout.names}
+    before = {name: parameter.data for name, parameter in random.items()}
+    try:
+        for name, value in members.layout.unflatten(row.detach()).items():
+            random[name].data = value.to(before[name]).clone()
+        yield random
+    finally:
+        for name, parameter in random.items():
+            parameter.data = before[name]
 
 
 def _can_checkpoint(module: nn.Module) -> bool:

@@ -190,6 +190,13 @@ class BayesianClassifier(BayesianModel):
         """Return [M, B, ..., C] logits of the current members."""
         return MemberPredictor().member_logits(self, inputs)
 
+    @predicts
+    def drawn_outputs(self, inputs: dict[str, Any]) -> Tensor:
+        """Return [M, B, ..., C], the outputs of the current members; linear in theta if the model is linearised."""
+        if isinstance(self.predictor, LinearisedPredictor):
+            return self.predictor.member_logits(self, inputs)
+        return self.member_logits(inputs)
+
     def _predictor_by(self, link: str | None) -> InputPredictor:
         return MemberPredictor() if link is None else LinearisedPredictor(self, link)
 
@@ -197,6 +204,11 @@ class BayesianClassifier(BayesianModel):
         return DistilledPredictor(self)
 
     def _single_pass_predictor(self, **options: Any) -> InputPredictor:
+        if self.texts_per_row > 1:
+            raise ValueError(
+                f"a single pass does not predict by the likelihood {name_of(self.likelihood)}, whose rows have "
+                f"{self.texts_per_row} texts: use linearise(), with one backward pass for each reward, or members"
+            )
         return input_predictor(self, **options)  # type: ignore[no-any-return]
 
     @staticmethod

@@ -23,8 +23,9 @@ from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 from hf_bayes.uncertainty.custom.weighted import WeightedRows
 from hf_bayes.uncertainty.decomposition import Prediction
-from hf_bayes.uncertainty.gaussian_links import NUM_DRAWS
+from hf_bayes.uncertainty.gaussian_links import NUM_DRAWS, moments
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, widened
+from hf_bayes.uncertainty.several_labels import two_classes
 
 
 class OwnNumbers(MemberPredictive):
@@ -58,6 +59,28 @@ class MemberRewards(MemberPredictive):
         rewards = widened(logits)
         self.logits = spread.mean(rewards)
         self.parts = {"epistemic_std": spread.mean((rewards - self.logits).square()).sqrt()}
+
+
+class GaussianRewards:
+    """The mean reward [..., 1] of single texts, and its standard deviation, from Gaussian rewards.
+
+    Rewards of single texts have no labels, so that nothing is scored.
+    """
+
+    members: tuple[Prediction, Tensor] | None = None
+
+    def __init__(self, mean: Tensor, covariance: Tensor) -> None:
+        self.logits, variance = moments(mean, covariance)
+        self.parts = {"epistemic_std": variance.sqrt()}
+
+    def loss(self, labels: Tensor) -> Tensor:
+        raise AssertionError("labels of single texts are refused before")
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        raise AssertionError("labels of single texts are refused before")
+
+    def nll_at_temperatures(self, labels: Tensor) -> Tensor:
+        raise AssertionError("labels of single texts are refused before")
 
 
 class DrawnOutputs:
@@ -137,13 +160,32 @@ def of_gaussian(
 ) -> Predictive:
     """Return the prediction of K Gaussians over the outputs under any likelihood; see ``predictives.of_gaussian``.
 
-    A user's likelihood has no closed form: draws of the outputs, of a fixed seed, are its members.
+    A user's likelihood has no closed form: draws of the outputs, of a fixed seed, are its members. A preference depends
+    on the difference of two rewards, in which their common constant cancels.
     """
+    if isinstance(likelihood, Preferences):
+        if mean.shape[-1] != likelihood.texts_per_row:
+            return GaussianRewards(mean, covariance)
+        return predictives.of_gaussian(*_differences(mean, covariance), Categorical(), link, temperature)
     if isinstance(likelihood, WeightedRows):
         return UnweightedRows(of_gaussian(mean, covariance, likelihood.inner, link, temperature), likelihood)
     if not isinstance(likelihood, Adapted):
         return predictives.of_gaussian(mean, covariance, likelihood, link, temperature)
     return DrawnOutputs(of_members(_draws(mean, covariance), likelihood, LocalMembers(), temperature))
+
+
+def _differences(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean [..., 2] and the variances [..., 2] of two logits (z, 0), with the difference z = r_0 - r_1.
+
+    Args:
+        mean: [..., 2], of r.
+        covariance: [..., 2, 2], or its diagonal.
+    """
+    if covariance.ndim == mean.ndim:
+        variance = covariance.sum(-1)
+    else:
+        variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) - 2 * covariance[..., 0, 1]
+    return two_classes(mean[..., 0] - mean[..., 1]).flip(-1), two_classes(variance.clamp_min(0)).flip(-1)
 
 
 def _draws(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.linearised import gaussian_outputs, linearisation_of
+from hf_bayes.models.linearised_lm import drawn, means_of_draws, refuse_backwards_only, tangents
 from hf_bayes.models.predictors import Predictive, Predictor
 from hf_bayes.uncertainty.gaussian_links import name_of_link
 
@@ -67,6 +68,21 @@ class LinearisedPredictor:
 
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""
+
+    def member_logits(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+        """Return [M, B, ..., C], f(x, mean) + J (theta - mean) of the members that the model holds, draws of theta.
+
+        Raises:
+            ValueError: for a model that PyTorch cannot differentiate in forward mode.
+        """
+        means, found = self.linearisation.gaussian_at(model.theta).means, []
+
+        def run() -> None:
+            with tangents(means_of_draws(means, model), model.current) as theta, model.members.bind(theta):
+                found.append(drawn(model.outputs(inputs)))
+
+        refuse_backwards_only(model, run)
+        return found[0]
 
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the prediction by Gaussian outputs."""

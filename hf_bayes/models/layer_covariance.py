@@ -44,25 +44,28 @@ class LayerReads(NamedTuple):
         layer: the layer.
         x: [B, P, in] its input (embeddings: ids [B, P]).
         g: [C, B, P, out] the gradient of each of the model's outputs in the output of the layer.
+        num_texts: the number of texts in a row; its positions are those of the texts side by side.
     """
 
     layer: HookedLayer
     x: Tensor
     g: Tensor
+    num_texts: int = 1
 
 
-def read_positions(layer: HookedLayer, x: Tensor, gradients: Sequence[Tensor]) -> LayerReads:
+def read_positions(layer: HookedLayer, x: Tensor, gradients: Sequence[Tensor], num_texts: int = 1) -> LayerReads:
     """Return a record of the positions with a gradient. Rows with fewer of them are filled up with other positions.
 
     Args:
         layer: the layer.
         x: [B, P, in], or ids [B, P].
         gradients: C tensors [B, P, out].
+        num_texts: the number of texts in a row.
     """
     read = torch.stack([g.ne(0).any(-1) for g in gradients]).any(0)
     number = max(1, int(read.sum(1).max()))
     if not layer.linear or number == read.shape[1]:
-        return LayerReads(layer, x, torch.stack(list(gradients)))
+        return LayerReads(layer, x, torch.stack(list(gradients)), num_texts)
     chosen = read.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :number, None]
     return LayerReads(layer, x.take_along_dim(chosen, 1), torch.stack([g.take_along_dim(chosen, 1) for g in gradients]))
 
@@ -170,7 +173,9 @@ def _of_tensor(block: KroneckerBlock | DiagonalBlock, name: str, reads: Sequence
 
 def _row_gradients(read: LayerReads, rows: slice, like: Tensor, only: str | None = None) -> dict[str, Tensor]:
     """Return {name: [b, C, *shape]}, of one tensor if ``only`` is given."""
-    found = [read.layer.row_gradients(read.x[rows], g[rows], like.dtype, only=only) for g in read.g]
+    found = [
+        read.layer.row_gradients(read.x[rows], g[rows], like.dtype, only=only, num_texts=read.num_texts) for g in read.g
+    ]
     return {name: torch.stack([one[name] for one in found], 1) for name in found[0]}
 
 

@@ -20,7 +20,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.core.tensors import tensors_in, with_tensors
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, moved
-from hf_bayes.members.inputs import shape_of
+from hf_bayes.members.inputs import shape_of_texts
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.models.base import BayesianModel
@@ -122,7 +122,7 @@ def gaussian_outputs(
     for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
         mean = mean.to(model.theta)
         with torch.inference_mode(False), torch.enable_grad(), as_single_model(model.members, mean), hooks.open():
-            number = model.config.num_labels if directions is None else directions.number
+            number = model.num_outputs if directions is None else directions.number
             size = None if head else max(1, RECORD_BUDGET // _record_size(hooks, inputs, number))
             parts = [
                 _of_batch(model, hooks, head, mean, covariance, part, directions) for part in _rows_of(inputs, size)
@@ -140,9 +140,8 @@ def _of_batch(
     inputs: dict[str, Any],
     directions: Directions | None,
 ) -> tuple[Tensor, Tensor]:
-    rows, length = shape_of(inputs)
-    hooks.begin(rows, length, inputs.get("attention_mask"))
-    logits = model.members.logits(inputs)[0]
+    hooks.begin(inputs)
+    logits = model.outputs(inputs)[0]
     if logits.ndim not in (2, 3):
         raise ValueError(
             f"linearised predictions need outputs [B, C] for each example, or [B, T, C] for each token, got "
@@ -241,7 +240,7 @@ def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor) -> list[LayerR
         torch.autograd.backward(logits, cotangent, inputs=[hooks.anchor], retain_graph=True)
         passes.append(found)
     return [
-        read_positions(layer, calls[0].x, [call.g for call in calls])
+        read_positions(layer, calls[0].x, [call.g for call in calls], calls[0].num_texts)
         for layer in passes[0]
         for calls in zip(*(found[layer] for found in passes), strict=True)
     ]
@@ -255,10 +254,10 @@ def _record_size(hooks: LayerHooks, inputs: dict[str, Any], num_outputs: int) ->
         if layer.linear:
             height, width = layer.module.weight.shape[:: -1 if layer.transposed else 1]
         total += (width or height) + num_outputs * height
-    rows, positions = shape_of(inputs)
+    rows, texts, positions = shape_of_texts(inputs)
     if not {"input_ids", "inputs_embeds"} & inputs.keys():  # an image has as many elements as its patches, about
         positions = max(tensor.numel() for tensor in tensors_in(inputs).values()) // rows // 256 + 1
-    return total * positions
+    return total * texts * positions
 
 
 def _rows_of(inputs: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:

@@ -51,6 +51,15 @@ def tangents(means: Tensor, theta: Tensor) -> Iterator[Tensor]:
         yield dual
 
 
+def means_of_draws(means: Tensor, model: BayesianModel) -> Tensor:
+    """Return [M, d], for each member of the model the mean of the Gaussian it was drawn from, given all means [K, d].
+
+    ``Gaussian.sample`` deals draws to components in turn, and ``spread_members`` deals draws to processes.
+    """
+    numbers = model.spread.rank * model.num_members + torch.arange(model.num_members, device=means.device)
+    return means[numbers % len(means)]
+
+
 def drawn(logits: Tensor) -> Tensor:
     """Return f(x, mean) + J (theta_s - mean) for logits of a ``tangents`` block, and other logits unchanged."""
     value, tangent = _unpacked(logits)
@@ -58,7 +67,7 @@ def drawn(logits: Tensor) -> Tensor:
 
 
 def refuse_backwards_only(model: BayesianModel, run: Any) -> None:
-    """Raise if PyTorch cannot differentiate a language model in forward mode, or a quantised layer drops tangents.
+    """Raise if PyTorch cannot differentiate a model in forward mode, or a quantised layer drops tangents.
 
     Args:
         run: runs a forward pass within ``tangents``.

@@ -70,14 +70,14 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
     ) -> MemberLogLik:
         members, labels = len(theta), inputs["labels"]
         reference = self.reference_log_probs(inputs)
-        texts, tokens = self._texts(inputs)
+        texts, tokens = self.texts_of(inputs)
         shape = (members if folded else 1, -1)
         labels, reference = labels.view(shape).expand(members, -1), reference.view(*shape, self.texts_per_row)
         is_term = self.likelihood.is_term(labels)
 
         def of_texts(sums: Tensor) -> Tensor:
             """Return the log-likelihood of all pairs [m], given the log-probabilities of their answers [m, 2 B]."""
-            log_prob = self.likelihood.log_prob(self._rewards(sums, reference), labels)
+            log_prob = self.likelihood.log_prob(self.rewards(sums, reference), labels)
             if weights is not None:
                 log_prob = log_prob[is_term].view(members, -1) * weights
             return log_prob.sum(1)
@@ -91,24 +91,29 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
         The members of an update may go through the model one after the other: they get the same numbers, which are
         computed once.
         """
-        if inputs.get(REFERENCE) is not None:
-            return inputs[REFERENCE].double()
-        ids = inputs["input_ids"]
-        if self._known is not None and self._known[0] is ids:
-            return self._known[1]
-        if self.other_reference is not None:
-            found = self.other_reference(inputs).double()
-        else:
+        found = self.given_reference(inputs)
+        if found is None:
             dropout, theta = self.training, self.reference[None].to(self.theta)
             self.eval()
             try:
-                found = self.causal.text_log_probs(theta, *self._texts(inputs))[0].view(-1, self.texts_per_row)
+                found = self.causal.text_log_probs(theta, *self.texts_of(inputs))[0].view(-1, self.texts_per_row)
             finally:
                 self.train(dropout)
-        self._known = ids, found
+            self._known = inputs["input_ids"], found
         return found
 
-    def _texts(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    def given_reference(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Return log p_ref [B, 2] float64 of a batch of pairs if it needs no pass through this model, else None."""
+        if inputs.get(REFERENCE) is not None:
+            return inputs[REFERENCE].double()  # type: ignore[no-any-return]
+        ids = inputs["input_ids"]
+        if self._known is None or self._known[0] is not ids:
+            if self.other_reference is None:
+                return None
+            self._known = ids, self.other_reference(inputs).double()
+        return self._known[1]
+
+    def texts_of(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
         """Return the model's inputs for single texts, and their labels [2 B, T], the tokens of answers."""
         texts = flattened(inputs)
         answers = texts.get("completion_mask")
@@ -123,7 +128,7 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
         own = {name: value for name, value in texts.items() if name not in _NOT_THE_MODELS}
         return self.numbered({**own, "use_cache": False}), labels
 
-    def _rewards(self, sums: Tensor, reference: Tensor) -> Tensor:
+    def rewards(self, sums: Tensor, reference: Tensor) -> Tensor:
         """Return [m, B, 2], the rewards of the answers, given their log-probabilities [m, 2 B]."""
         return self.preferences.beta * (sums.unflatten(1, (-1, self.texts_per_row)) - reference)
 
@@ -131,9 +136,9 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
 
     def member_rewards(self, inputs: dict[str, Any]) -> Tensor:
         """Return [M, B, 2] float32: the rewards that the current members give to the answers of a batch of pairs."""
-        texts, tokens = self._texts(inputs)
+        texts, tokens = self.texts_of(inputs)
         found = [self.causal.text_log_probs(theta, texts, tokens) for theta in self.passes(texts)]
-        return self._rewards(torch.cat(found), self.reference_log_probs(inputs)).float()
+        return self.rewards(torch.cat(found), self.reference_log_probs(inputs)).float()
 
     @predicts
     def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.linearised import linearisation_of
-from hf_bayes.models.linearised_lm import ClosedHead, drawn, refuse_backwards_only, tangents
+from hf_bayes.models.linearised_lm import ClosedHead, drawn, means_of_draws, refuse_backwards_only, tangents
 from hf_bayes.models.predictives import GaussianClasses, MemberClasses
 from hf_bayes.models.predictors import Predictive, Predictor
 from hf_bayes.uncertainty.gaussian_links import LINKS, name_of_link
@@ -125,9 +125,7 @@ class LinearisedTokens(MemberTokens):
         """Use the means, with tangents towards the draws, until the end of the block."""
         means = self.linearisation.gaussian_at(model.theta).means
         spread = model.spread
-        # as Gaussian.sample deals draws to components, and spread_members deals draws to processes
-        numbers = spread.rank * model.num_members + torch.arange(model.num_members, device=means.device)
-        with tangents(means[numbers % len(means)], model.current) as theta, model.current_members.restored():
+        with tangents(means_of_draws(means, model), model.current) as theta, model.current_members.restored():
             model.current_members.show(theta, spread)
             yield
 

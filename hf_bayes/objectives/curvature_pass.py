@@ -22,9 +22,9 @@ from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate, draw_ha
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.objectives.curvature_products import CausalPass, Job, OutputPass
-from hf_bayes.uncertainty.likelihoods import next_tokens
+from hf_bayes.models.preferences import BayesianModelForPreferences
+from hf_bayes.objectives.answer_products import AnswerPass
+from hf_bayes.objectives.curvature_products import CausalPass, Job, OutputPass, Pass
 
 Batches = Callable[[Sequence[int]], Iterable[dict[str, Any]]]
 """Numbers of rows in the data -> these rows, in this order, in batches."""
@@ -161,9 +161,8 @@ def run_vjps(
     model: BayesianModel, hooks: LayerHooks, theta: Tensor, data: PassData, jobs: list[Job], rows: Sequence[int]
 ) -> list[float]:
     """Pass the VJPs of some rows to the accumulators, and return the rows' log-likelihood and number of terms."""
-    kind = CausalPass if model.shifts_labels else OutputPass
     own_rows = _share(rows, data.mesh)
-    one = kind(model, hooks, jobs, own_rows, data.seed)
+    one = pass_of(model)(model, hooks, jobs, own_rows, data.seed)
     with hooks.open(), torch.enable_grad():
         for batch in data.batches(own_rows):
             # a tensor that two modules own needs the whole gradient of each row
@@ -177,6 +176,13 @@ def run_vjps(
             for accumulator in accumulators:
                 accumulator.sum_over(data.mesh)
     return _sum((one.log_lik, one.num_terms), theta, data.mesh)
+
+
+def pass_of(model: BayesianModel) -> type[Pass]:
+    """Return the kind of pass that belongs to a model."""
+    if isinstance(model, BayesianModelForPreferences):
+        return AnswerPass
+    return CausalPass if model.shifts_labels else OutputPass
 
 
 def _share(rows: Sequence[int], mesh: ChainMesh | None) -> list[int]:
@@ -209,15 +215,8 @@ def _hessian(
         # other attention kernels have no second derivative
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             for batch in data.batches(_share(range(num_rows), mesh)):
-                inputs = dict(batch)
-                if isinstance(model, BayesianModelForCausalLM):
-                    inputs = model.numbered({**batch, "use_cache": False})
-                labels = inputs.pop("labels")
-                labels = next_tokens(labels, inputs.get("attention_mask")) if model.shifts_labels else labels
                 with data.context():
-                    logits = model.members.forward(inputs).logits
-                labels = labels.flatten(0, logits.ndim - 2)
-                value = model.likelihood.log_prob(logits.view(1, -1, logits.shape[-1]), labels[None]).sum()
+                    value, terms = pass_of(model).log_lik_of(model, batch)
                 first = torch.autograd.grad(value, parameters, create_graph=True)
                 flat = torch.cat([g.flatten() for g in first])
                 for column in range(dim):
@@ -227,7 +226,7 @@ def _hessian(
                     matrix[column] -= torch.cat([g.flatten() for g in filled]).to(matrix)
                 gradient += flat.detach().to(gradient)
                 log_lik += float(value.detach())
-                num_terms += int(model.likelihood.is_term(labels).sum())
+                num_terms += terms
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)

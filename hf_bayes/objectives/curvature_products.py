@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,14 @@ class Pass:
         """Run the model on a batch, and pass the VJPs of all jobs to their accumulators."""
         raise AssertionError("a pass defines add_batch")
 
+    @staticmethod
+    def log_lik_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
+        """Return the log-likelihood of a batch, differentiable in the random parameters, and its number of terms."""
+        raise AssertionError("a pass defines log_lik_of")
+
     def _begin(self, batch: dict[str, Any], is_term: Tensor) -> None:
-        (rows, length), mask = shape_of(batch), batch.get("attention_mask")
-        self.hooks.begin(rows, length, mask, is_term if is_term.ndim == 2 else None)
+        rows, _ = shape_of(batch)
+        self.hooks.begin(batch, is_term if is_term.ndim == 2 else None)
         for _, accumulators in self.jobs:
             for accumulator in accumulators:
                 accumulator.begin(rows)
@@ -87,14 +92,20 @@ class Pass:
 
 
 class OutputPass(Pass):
-    """Classifiers and regressors, of rows or of the tokens in them."""
+    """Classifiers and regressors, of rows or of the tokens in them, and reward models of pairs."""
+
+    @staticmethod
+    def log_lik_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        return _log_lik(model, model.outputs(inputs)[0], labels)
 
     def add_batch(self, batch: dict[str, Any]) -> None:
         inputs = dict(batch)
         labels = inputs.pop("labels")
         is_term = self.likelihood.is_term(labels)
         self._begin(inputs, is_term)
-        logits = self.model.members.logits(inputs)[0]
+        logits = self.model.outputs(inputs)[0]
         self.model.check_labels(logits[None], labels[None])
         flat, index = logits.flatten(0, -2), is_term.flatten().nonzero()[:, 0]
         targets = labels.flatten(0, logits.ndim - 2)[index]
@@ -114,8 +125,28 @@ class OutputPass(Pass):
                 accumulator.end_vjp()
 
 
+class Tokens(NamedTuple):
+    """The tokens of a batch for which the head of a language model runs.
+
+    Attributes:
+        positions: [n] their flat positions b * T + t.
+        terms: their labels, ordinals and uniforms; the logits come from the head.
+        row_length: the number of flat positions in a row.
+    """
+
+    positions: Tensor
+    terms: Terms
+    row_length: int
+
+
 class CausalPass(Pass):
     """Causal language models: backbone once, head on a few positions at a time, as in training."""
+
+    @staticmethod
+    def log_lik_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
+        inputs = model.numbered({**batch, "use_cache": False})
+        labels = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
+        return _log_lik(model, model.outputs(inputs)[0], labels)
 
     def add_batch(self, batch: dict[str, Any]) -> None:
         head, inputs = self.model.head, self.model.numbered({**batch, "use_cache": False})
@@ -128,24 +159,36 @@ class CausalPass(Pass):
         ordinals = is_term.cumsum(1) - 1
         self._begin({**inputs, "attention_mask": mask}, is_term)
         hidden, output = head.hidden(inputs)
-        rows, length = labels.shape
-        flat = hidden.reshape(1, rows * length, -1)
         index = is_term.flatten().nonzero()[:, 0]
-        targets, orders = labels.flatten()[index], ordinals.flatten()[index]
         vocabulary = self.model.core.get_output_embeddings().weight.shape[0]
-        uniforms = self._uniforms(is_term, vocabulary)
+        terms = Terms(
+            torch.empty(0),
+            labels.flatten()[index],
+            ordinals.flatten()[index],
+            self._uniforms(is_term, vocabulary),
+        )
         vjps = self._vjps(vocabulary, int(is_term.sum(1).max()))
+        self._backward(hidden, output, Tokens(index, terms, labels.shape[1]), vjps)
+
+    def _backward(
+        self, hidden: Tensor, output: Any, tokens: Tokens, vjps: list[tuple[Estimator, int, list[Accumulator]]]
+    ) -> None:
+        """Pass the VJPs of the tokens of a batch to their accumulators, given the states of the backbone."""
+        head, index, terms = self.model.head, tokens.positions, tokens.terms
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
         random_head = not _within(head.backbone, self.hooks)
+        places = torch.arange(len(index), device=index.device)
         size = 1 if random_head else VJPS_AT_ONCE
         for start in range(0, len(vjps), size):
             group = vjps[start : start + size]
             cotangents = [torch.zeros_like(flat) for _ in group]
-            for number, part in enumerate(self._chunks(index, length, head.chunk_size(hidden), by_row=random_head)):
+            chunks = self._row_chunks(tokens) if random_head else places.split(max(1, head.chunk_size(hidden)))
+            for number, part in enumerate(chunks):
                 if not len(part):
                     continue
-                self._vjps_of_head(flat, output, index[part], Terms(torch.empty(0), targets[part], orders[part],
-                                uniforms[:, part]), group, cotangents, first=start == 0,
-                                row=number if random_head else None)  # fmt: skip
+                own = Terms(terms.logits, terms.labels[part], terms.ordinals[part], terms.uniforms[:, part])
+                self._vjps_of_head(flat, output, index[part], own, group, cotangents, first=start == 0,
+                                   row=number if random_head else None)  # fmt: skip
             for number, ((_, _, accumulators), cotangent) in enumerate(zip(group, cotangents, strict=True)):
                 self._on_backward(accumulators, first=start + number == 0)
                 if hidden.requires_grad:
@@ -164,12 +207,11 @@ class CausalPass(Pass):
     ) -> None:  # fmt: skip
         """Add the log-likelihood of some positions, and the VJPs of ``group`` down to the hidden states."""
         piece = flat[:, index].detach().requires_grad_()
-        with nullcontext() if row is None else self.hooks.one_row(row):
+        with nullcontext() if row is None else self._one_row(row, terms):
             logits = self.model.head.logits(piece, output)
             terms = terms._replace(logits=logits.detach()[0])
             if first:
-                log_probs = self.likelihood.log_prob(terms.logits[None], terms.labels[None])
-                self.log_lik += float(log_probs.double().sum())
+                self._add_log_lik(terms)
             for number, (estimator, vjp, accumulators) in enumerate(group):
                 self._on_backward(accumulators, first=first and number == 0)
                 cotangent = estimator.cotangent(vjp, terms, self.likelihood).to(logits.dtype)
@@ -177,18 +219,32 @@ class CausalPass(Pass):
                 piece.grad = None
                 torch.autograd.backward(logits, cotangent[None], inputs=inputs, retain_graph=number + 1 < len(group))
                 assert piece.grad is not None
-                cotangents[number][:, index] = piece.grad
+                cotangents[number].index_add_(1, index, piece.grad)
 
-    @staticmethod
-    def _chunks(index: Tensor, length: int, size: int, *, by_row: bool) -> Iterator[Tensor]:
-        """Positions in ``index`` of each chunk: of a random head one row at a time, else ``size`` at a time."""
-        places = torch.arange(len(index), device=index.device)
-        if not by_row:
-            yield from places.split(max(1, size))
-            return
-        owner = index // length
+    def _add_log_lik(self, terms: Terms) -> None:
+        """Add the log-likelihood of some tokens."""
+        log_probs = self.likelihood.log_prob(terms.logits[None], terms.labels[None])
+        self.log_lik += float(log_probs.double().sum())
+
+    def _row_chunks(self, tokens: Tokens) -> Iterator[Tensor]:
+        """Yield the places of each row in ``tokens.positions``: a random head takes one row at a time."""
+        places, owner = (
+            torch.arange(len(tokens.positions), device=tokens.positions.device),
+            tokens.positions // tokens.row_length,
+        )
         for row in range(int(owner.max()) + 1 if len(owner) else 0):
             yield places[owner == row]
+
+    def _one_row(self, row: int, terms: Terms) -> AbstractContextManager[None]:
+        """Return the context in which the head takes the tokens ``terms`` of one row."""
+        return self.hooks.one_row(row)
+
+
+def _log_lik(model: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Return the log-likelihood of labels under the outputs ``logits`` [B, ..., C], and the number of its terms."""
+    labels = labels.flatten(0, logits.ndim - 2)
+    value = model.likelihood.log_prob(logits.view(1, -1, logits.shape[-1]), labels[None]).sum()
+    return value, int(model.likelihood.is_term(labels).sum())
 
 
 def _within(backbone: nn.Module, hooks: LayerHooks) -> bool:

@@ -63,9 +63,7 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
     It needs rows by number, one process for all chains, 4 draws, and ``SPREAD_SHARE`` of a run long enough to pay it.
     """
     data, found, plan = objective.data, plan.approximation, plan._replace(prior=plan.prior.to(objective.model.theta))
-    if data is None or "all" in lacks_of(objective.model.likelihood):
-        return None
-    if objective.private is not None or objective.scale.num_terms is None:
+    if data is None or objective.private is not None or objective.scale.num_terms is None:
         return None
     draws, point = _draws(found, seed)
     share = plan.num_gradients * SPREAD_SHARE / ((len(draws) + 1) * data.num_rows)

@@ -280,7 +280,7 @@ class Normal:
 
 
 def lacks_of(likelihood: Likelihood) -> frozenset[str]:
-    """Return what curvature may need and the likelihood does not have: "draw", "fisher", or "all"."""
+    """Return what curvature may need and the likelihood does not have: "draw" and "fisher"."""
     found: frozenset[str] = getattr(likelihood, "lacks", frozenset())
     return found
 

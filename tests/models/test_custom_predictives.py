@@ -8,9 +8,11 @@ import torch
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.models import custom_predictives, predictives
 from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
 from hf_bayes.uncertainty.custom.ordinal import Ordinal
 from hf_bayes.uncertainty.custom.weighted import Weighted, WeightedRows
+from hf_bayes.uncertainty.gaussian_links import LINKS
 from hf_bayes.uncertainty.likelihoods import Categorical, Normal
 
 HETEROSCEDASTIC, ORDINAL = Adapted(Heteroscedastic(), 2), Adapted(Ordinal(num_classes=4), 3)
@@ -77,3 +79,27 @@ def test_weights_do_not_judge_predictions() -> None:
     expected = custom_predictives.of_members(logits, Categorical(), LocalMembers())
     assert torch.equal(found.loss(joined), expected.loss(labels))
     assert torch.equal(found.statistics(joined)["nll"], expected.statistics(labels)["nll"])
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_constant_of_both_rewards_cancels(link: str) -> None:
+    likelihood = Preferences(BradleyTerry())
+    mean = torch.tensor([[[3.0, 2.0]]], dtype=torch.float64)
+    own = torch.diag_embed(torch.tensor([[[0.5, 0.7]]], dtype=torch.float64))
+    found, shifted = (
+        custom_predictives.of_gaussian(mean, own + constant, likelihood, link).logits.exp() for constant in (0, 100)
+    )
+    assert torch.allclose(found, shifted)
+    z = 1 + 1.2**0.5 * torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # the exact probability; the probit link is within 1 % of it, and draws of the link have an error of 0.3 %
+    assert float(found[0, 0]) == pytest.approx(float(z.sigmoid().mean()), abs=0.02)
+    # the broken twin: variances of both rewards without their covariance
+    wrong = predictives.of_gaussian(mean, (own + 100).diagonal(dim1=-2, dim2=-1), Categorical(), link).logits.exp()
+    assert float(wrong[0, 0]) < float(found[0, 0]) - 0.05
+
+
+def test_single_texts_have_gaussian_rewards() -> None:
+    mean = torch.tensor([[[1.0]], [[2.0]]])  # two components
+    found = custom_predictives.of_gaussian(mean, torch.full((2, 1, 1, 1), 0.5), Preferences(BradleyTerry()), "probit")
+    assert found.logits.item() == 1.5
+    assert found.parts["epistemic_std"].item() == pytest.approx(0.75**0.5)  # the law of total variance

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes import DirectPreferences, attach
+from hf_bayes import DirectPreferences, LaplaceConfig, attach, fit_laplace
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from tests.tiny_models import VOCABULARY, tiny_bert, tiny_llama
 
@@ -133,3 +133,15 @@ def test_rows_that_are_no_pairs_are_refused() -> None:
 def test_a_classifier_has_no_answers() -> None:
     with pytest.raises(ValueError, match="of the answers of a causal language model"):
         attach(tiny_bert(), subspace="last_layer", likelihood=DirectPreferences())
+
+
+def test_a_policy_that_is_its_own_reference_is_refused() -> None:
+    bayesian, batch = preferring(), pairs()
+    rows = [{name: value[number] for name, value in batch.items()} for number in range(4)]
+    bayesian.theta = torch.nn.Parameter(bayesian.reference[None].clone())
+    with pytest.raises(ValueError, match="the model is its own reference, so that the rewards of all answers are 0"):
+        fit_laplace(bayesian, rows, subspace="last_block")
+    given = [row | {"ref_logps": torch.tensor([-20.0, -21.0])} for row in rows]
+    with pytest.warns(UserWarning, match="the weights are no MAP"):
+        posterior = fit_laplace(bayesian, given, LaplaceConfig(prior_std=0.1), subspace="last_block")
+    assert posterior.config.head["preferences"]["beta"] == BETA

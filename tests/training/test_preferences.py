@@ -8,19 +8,24 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import default_data_collator
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import generator
+from hf_bayes.decide.rewards import RewardModel
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.training.preferences import PairRows
 from hf_bayes.training.trainer import BayesianTrainer
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.direct_preferences import DirectPreferences
 from hf_bayes.uncertainty.custom.poisson import Poisson
 from tests import runs
-from tests.tiny_models import tiny_bert
+from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
 
 def halves(rows: list[Any]) -> dict[str, Any]:
@@ -126,13 +131,91 @@ def test_folded_pairs_have_the_gradient_of_single_models(tmp_path: Path, minibat
         assert torch.allclose(found.grad_log_lik[chain].float(), expected, atol=1e-4)
 
 
-def test_what_reads_one_text_at_a_time_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no Laplace approximation of it is supported"):
-        preferring(tmp_path, LaplaceConfig(prior_std=1.0)).train()
-    with pytest.raises(ValueError, match=r"not supported for this likelihood: give learning_rate="):
-        preferring(tmp_path, learning_rate=None, max_steps=60).train()
+def test_a_memory_of_single_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trunk_memory_gib=1\.0 is refused with preferences"):
         preferring(tmp_path, trunk_memory_gib=1.0)
+
+
+def drawn_gradients(run: BayesianTrainer, theta: Tensor) -> Tensor:
+    """Return [N, 2, d]: for each pair the gradients of both texts' parts of its log-likelihood at a drawn label."""
+    model, data, found = tiny_bert(num_labels=1), pairs(), []
+    named = dict(model.named_parameters())
+    layout = run.bayesian.layout  # type: ignore[union-attr]
+    for name, value in layout.unflatten(theta).items():
+        named[name].data = value.clone()
+    for number, ids in enumerate(torch.tensor(data["input_ids"])):
+        rewards = model(input_ids=ids).logits[:, 0]
+        uniform = torch.rand(1, generator=generator(run.args.seed, "labels", 0, number), dtype=torch.float64)
+        first = rewards.softmax(0)[0].detach()
+        score = float(float(uniform) < float(first)) - first
+        own = [
+            torch.cat([g.flatten() for g in torch.autograd.grad(sign * score * reward, [named[n] for n in layout.names],
+                                                                retain_graph=True)])
+            for sign, reward in zip((1, -1), rewards, strict=True)
+        ]  # fmt: skip
+        found.append(torch.stack(own))
+    return torch.stack(found)
+
+
+def test_a_sampler_whitens_by_the_curvature_of_pairs(tmp_path: Path) -> None:
+    method = SGHMCConfig(num_chains=1, prior_std=1.0, whitening="diagonal")
+    # a run of 60 passes over the data can afford one more for the curvature
+    run = preferring(
+        tmp_path, method, learning_rate=None, max_steps=60, logging_steps=30, per_device_train_batch_size=8
+    )
+    run.train()
+    state = run.active.run.state  # type: ignore[union-attr]
+    gradients = drawn_gradients(run, state.origin[0])
+    found = state.root[0].square()
+    expected = 1 / (gradients.sum(1).square().sum(0) + 1)
+    assert torch.allclose(found, expected, rtol=1e-3)  # float32 sums in another order
+    # the broken twin: texts that are squared one by one
+    alone = 1 / (gradients.square().sum((0, 1)) + 1)
+    assert float((found / alone - 1).abs().max()) > 0.1
+    assert any("step_size" in entry or "step_size/chain_0" in entry for entry in run.state.log_history)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_a_laplace_approximation_of_rewards_loads_and_predicts(tmp_path: Path, structure: str) -> None:
+    run = preferring(tmp_path, LaplaceConfig(prior_std=1.0, structure=structure), max_steps=20)
+    run.train()
+    metrics = run.evaluate()
+    run.save_model(str(tmp_path / "posterior"))
+    loaded = BayesianModelForSequenceClassification.from_pretrained(
+        tmp_path / "posterior", base_model=tiny_bert(num_labels=1)
+    )
+    ids = torch.tensor(pairs()["input_ids"])
+    assert loaded.is_linearised
+    output = loaded(input_ids=ids, labels=torch.tensor(pairs()["labels"]))
+    # the same Gaussian, in batches of another size
+    assert float(output.loss) == pytest.approx(metrics["eval_nll"], abs=1e-5)
+    assert float(output.epistemic.mean()) == pytest.approx(metrics["eval_epistemic"], abs=1e-5)
+    found = RewardModel(loaded, tiny_tokenizer(), reference=TEXTS).score(TEXTS)
+    assert bool((found.std > 0).all())
+    assert torch.allclose(found.lower, found.mean - found.std)
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(prior_std=1.0), LaplaceConfig(prior_std=1.0, structure="kronecker")])
+def test_policies_need_no_learning_rate(tmp_path: Path, method: MethodConfig) -> None:
+    data = pairs()
+    ids = torch.tensor(data["input_ids"])
+    mask = torch.ones_like(ids)
+    answers = mask.clone()
+    answers[..., :2] = 0
+    rows = Dataset.from_dict({
+        "input_ids": ids, "attention_mask": mask, "completion_mask": answers, "labels": data["labels"],
+    })  # fmt: skip
+    run = BayesianTrainer(
+        with_lora(tiny_llama()), method,
+        runs.arguments(tmp_path, learning_rate=None, max_steps=60, logging_steps=30, remove_unused_columns=False),
+        train_dataset=rows, eval_dataset=rows, likelihood=DirectPreferences(beta=0.5),
+        data_collator=default_data_collator,
+    )  # fmt: skip
+    run.train()
+    assert run.evaluate()["eval_epistemic"] > 0
+    run.save_model(str(tmp_path / "posterior"))
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior", base_model=tiny_llama(), check_base=False)
+    assert loaded(ids[:, 0]).epistemic.isfinite().all()
 
 
 def test_an_attached_model_keeps_its_likelihood(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from hf_bayes import (
     BayesianTrainerMixin,
     BayesianTrainingArguments,
     EnsembleConfig,
+    LaplaceConfig,
     SGHMCConfig,
 )
+from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.training import dpo_compat
 from hf_bayes.training.setup import place_chains
 from tests.tiny_models import tiny_llama
@@ -105,6 +107,29 @@ def of_ours(folder: Path, model: Any, kwargs: Any = None, **changes: Any) -> tup
     place_chains(ours.bayesian, ours.setup.origin)
     ours.train()
     return [entry["loss"] for entry in ours.state.log_history if "loss" in entry], ours
+
+
+WRONG_REWARDS = {
+    "sign": lambda sums, reference, beta: beta * (sums.unflatten(1, (-1, 2)) + reference),
+    "beta": lambda sums, reference, beta: beta**2 * (sums.unflatten(1, (-1, 2)) - reference),
+    "order": lambda sums, reference, beta: beta * (sums.unflatten(1, (-1, 2)) - reference.flip(-1)),
+}
+"""Broken twins: the reference is added, beta counts twice, and the reference is that of the other answer."""
+
+
+@pytest.mark.parametrize("wrong", WRONG_REWARDS)
+def test_wrong_rewards_do_not_take_the_steps_of_trl(tmp_path: Path, wrong: str, monkeypatch: Any) -> None:
+    base, rate = saved(tmp_path), {"learning_rate": 0.05}
+    expected, _ = of_trl(tmp_path / "trl", LlamaForCausalLM.from_pretrained(base), **rate)
+    rewards = WRONG_REWARDS[wrong]
+    monkeypatch.setattr(
+        BayesianModelForPreferences,
+        "rewards",
+        lambda self, sums, reference: rewards(sums, reference, self.preferences.beta),
+    )
+    found, _ = of_ours(tmp_path / "ours", LlamaForCausalLM.from_pretrained(base), {"subspace": "all"}, **rate)
+    # a thousand times the tolerance of the test below
+    assert max(abs(mine - theirs) for mine, theirs in zip(found, expected, strict=True)) > 1e-3
 
 
 def test_a_member_at_temperature_zero_takes_the_steps_of_trl(tmp_path: Path) -> None:
@@ -194,6 +219,20 @@ def test_every_format_of_pairs_ends_in_a_posterior(tmp_path: Path, rows: Any) ->
     told = loaded.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert (told.epistemic >= 0).all()
     assert torch.equal(loaded(ids).logits, run.bayesian(ids).logits)
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(), LaplaceConfig(structure="kronecker")])
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_a_run_with_nothing_set_ends_in_a_posterior(tmp_path: Path, method: Any, precomputed: bool) -> None:
+    kwargs = {"peft_config": LoraConfig(**LORA), "eval_dataset": Dataset.from_list(PLAIN)}
+    model = LlamaForCausalLM.from_pretrained(saved(tmp_path))
+    run = bayesian(tmp_path / "run", model, method, PLAIN, kwargs, learning_rate=None, max_steps=60,
+                   precompute_ref_log_probs=precomputed)  # fmt: skip
+    run.train()
+    assert run.evaluate()["eval_epistemic"] > 0
+    run.save_model(str(tmp_path / "posterior"))
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior")
+    assert bool((loaded(torch.arange(3, 12)[None]).epistemic > 0).all())
 
 
 def test_a_base_given_by_name_is_loaded_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hf_bayes import (
     BayesianModelForSequenceClassification,
     BayesianTrainerMixin,
     BayesianTrainingArguments,
+    LaplaceConfig,
     SGHMCConfig,
 )
 from hf_bayes.decide.rewards import RewardModel
@@ -104,6 +105,23 @@ def test_every_format_of_pairs_ends_in_a_posterior(tmp_path: Path, rows: Any) ->
     texts = [row["chosen"] for row in IMPLICIT]
     mine, theirs = (RewardModel(model, tokenizer()).score(texts) for model in (loaded, run.bayesian))
     assert torch.equal(mine.mean, theirs.mean)
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(), LaplaceConfig(structure="kronecker")])
+def test_a_run_with_nothing_set_ends_in_a_posterior(tmp_path: Path, method: Any) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS", modules_to_save=["score"])
+    kwargs = {"peft_config": lora, "eval_dataset": Dataset.from_list(PLAIN), "subspace": "trainable"}
+    reward_model().save_pretrained(tmp_path / "base")
+    model = LlamaForSequenceClassification.from_pretrained(tmp_path / "base")
+    run = bayesian(tmp_path / "run", model, method, PLAIN, kwargs, learning_rate=None, max_steps=60)
+    run.train()
+    metrics = run.evaluate()
+    run.save_model(str(tmp_path / "posterior"))
+    loaded = BayesianModelForSequenceClassification.from_pretrained(tmp_path / "posterior")
+    batch = run.rows.first()
+    # the same members, or the same Gaussian
+    assert float(loaded.evaluate_batch(batch)[0]["nll"].mean()) == pytest.approx(metrics["eval_nll"], abs=1e-4)
+    assert bool((RewardModel(loaded, tokenizer()).score(["a text"]).std > 0).all())
 
 
 def test_a_base_given_by_name_gets_a_head_of_one_output(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Layer(Protocol):
     linear: bool
     tied: set[str]
 
-    def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype, *, num_texts: int = 1) -> dict[str, Tensor]: ...
 
 
 class Processes(Protocol):
@@ -89,7 +89,8 @@ class Accumulator(ABC):
         step = max(1, ROW_BUDGET // size)
         for start in range(0, len(record.x), step):
             stop = min(start + step, len(record.x))
-            found = layer.row_gradients(record.x[start:stop], record.g[start:stop], self.like.dtype)
+            x, g = record.x[start:stop], record.g[start:stop]
+            found = layer.row_gradients(x, g, self.like.dtype, num_texts=record.num_texts)
             yield slice(record.rows.start + start, record.rows.start + stop), found
 
 

@@ -6,6 +6,10 @@ Eschenhagen et al. 2023 (the g of one VJP are gradients of the row's summed loss
     expand   H = (sum_np g g') (x) (sum_np a a') / (number of positions np)
     reduce   H = (sum_n (sum_p g)(sum_p g)') (x) (sum_n abar abar') / (number of rows n),   abar the mean over positions
 
+If a row has several texts, such as a pair of answers, "reduce" sums and averages over the positions of each text, and n
+counts texts. Over all positions of a pair the sum would be a difference of two, and 0 for a head that reads both texts
+alike.
+
 Padding does not count as a position. A classifier's head that scores every token has one position per row, the one
 that is used. A causal model's head has one position for each likelihood term.
 
@@ -153,6 +157,9 @@ class KroneckerSum(Accumulator):
             return
         valid = record.valid
         g = record.g.to(self.like.dtype)
+        if self.sharing == "reduce":  # the texts of a row are reduced one by one
+            g = by_text(g, record.num_texts)
+            valid = None if valid is None else by_text(valid, record.num_texts)
         if self.sharing == "reduce":
             self._add_size(layer.weight, g.abs().sum(1))
         rows = g.sum(1) if self.sharing == "reduce" else g.flatten(0, 1)  # g is 0 at padding
@@ -168,6 +175,7 @@ class KroneckerSum(Accumulator):
             return
         x = record.x.to(self.like.dtype)
         if self.sharing == "reduce":
+            x = by_text(x, record.num_texts)
             weight = torch.ones_like(x[..., 0]) if valid is None else valid.to(x.dtype)
             count = weight.sum(1, keepdim=True)
             x = x * (weight / count.clamp_min(1))[..., None]
@@ -273,6 +281,12 @@ class KroneckerSum(Accumulator):
         return CorrectedSum(self.layout, self.like, self._spectra())
 
 
+def by_text(values: Tensor, num_texts: int) -> Tensor:
+    """Return [R K, P / K, ...], the texts of all rows, given rows [R, P, ...] with K texts side by side."""
+    texts: Tensor = values.unflatten(1, (num_texts, -1))
+    return texts.flatten(0, 1)
+
+
 class _WithoutMatrix:
     """A module without its Kronecker-factored matrix. The curvature of its other tensors is diagonal."""
 
@@ -281,10 +295,10 @@ class _WithoutMatrix:
         self.names = {key: name for key, name in layer.names.items() if name != layer.weight}
         self.tied = layer.tied
 
-    def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype, *, num_texts: int = 1) -> Mapping[str, Tensor]:
         if self.layer.weight is not None:  # a module with a matrix has no other tensor than a bias
             return {self.names["bias"]: g.to(dtype).sum(1)}
-        return self.layer.row_gradients(x, g, dtype)
+        return self.layer.row_gradients(x, g, dtype, num_texts=num_texts)
 
 
 def _fallbacks(layout: Layout, layers: Sequence[Layer], max_factor: int) -> dict[str, str]:

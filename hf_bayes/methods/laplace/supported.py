@@ -159,15 +159,10 @@ class CurvatureSpec:
         """Check that the likelihood has what the estimator needs.
 
         Args:
-            lacks: what it does not have, of "draw" and "fisher"; "all" if no curvature pass can read it.
+            lacks: what it does not have, of "draw" and "fisher".
         Raises:
             ValueError: naming what is missing.
         """
-        if "all" in lacks:
-            raise ValueError(
-                "a curvature pass differentiates the outputs of one input at a time, and this likelihood compares or "
-                "weighs them: no Laplace approximation of it is supported. Use a sampler, an ensemble or VI"
-            )
         if self.estimator != "ggn":
             return
         needed = "fisher" if self.num_samples is None else "draw"

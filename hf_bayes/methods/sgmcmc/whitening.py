@@ -314,11 +314,6 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
         )
     roots = ROOTS[structure](shapes)
     share = 1.0 if problem.update_fraction is None else PASS_SHARE * problem.num_steps * problem.update_fraction
-    if "all" in problem.lacks:
-        raise ValueError(
-            f"{config.name}: a sampler that finds its own step size measures the curvature of the likelihood, which is "
-            "not supported for this likelihood: give learning_rate="
-        )
     estimator = drawn_or_empirical(problem.lacks)
     return roots, CurvatureSpec(estimator=estimator, structure=structure, share=min(1.0, share))
 

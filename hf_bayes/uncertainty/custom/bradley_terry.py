@@ -53,7 +53,6 @@ class Preferences:
     """
 
     predicts_classes: ClassVar[bool] = False
-    lacks: ClassVar[frozenset[str]] = frozenset({"all"})
     texts_per_row: ClassVar[int] = 2
     config: LikelihoodConfig
 
