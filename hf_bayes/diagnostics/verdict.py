@@ -236,7 +236,8 @@ class Diagnostics(Measurements):
             return f"R-hat inf over {_count(self.num_chains)}: every chain is constant, at a different place"
         # R-hats of terms and logits are quantiles, so one bound serves for any number of quantities: it is less likely
         # that a twentieth of them exceed the bound by chance than that a single one does
-        groups = (self.num_chains, 1) if self.num_chains > 1 else (2, 2)  # the halves of a single chain are compared
+        # the halves of a single chain are compared
+        groups = (self.num_independent, 1) if self.num_chains > 1 else (2, 2)
         if self.num_values is not None and worst <= rhat_by_chance(groups[0], self.num_values // groups[1]):
             return (
                 f"convergence not known: R-hat {worst:.2f}{where} is within chance for {self.num_values} values of "
@@ -252,9 +253,10 @@ class Diagnostics(Measurements):
         """The largest R-hat of chains that agree.
 
         Converged chains have R-hat^2 = 1 + 2 K / ESS, so a fixed bound asks for an ESS of each chain. If the spread of
-        the draws is right, many short chains do: the bound is then that of as many draws in 4 chains.
+        the draws is right, many short chains do: the bound is then that of as many draws in 4 chains. Variances of
+        mirrored chains have half of that ESS, so pairs count.
         """
-        chains = max(4, self.num_chains) if self._knows_spread else 4
+        chains = max(4, self.num_independent) if self._knows_spread else 4
         return math.sqrt(1 + (MAX_RHAT**2 - 1) * chains / 4)
 
     def _check_single_chain(self, rhat: float) -> str | None:
@@ -272,7 +274,7 @@ class Diagnostics(Measurements):
             if value is not None and not math.isnan(value)
         ]
         found = min(known, default=math.nan)
-        count = self.num_chains * (self.num_values or 0)
+        count = self.num_independent * (self.num_values or 0)
         if 0 < count < MIN_ESS and not found < count / 2:
             return f"convergence not known: {count} values cannot have an ESS of {MIN_ESS:.0f}: more draws"
         if math.isnan(found) or found >= MIN_ESS:

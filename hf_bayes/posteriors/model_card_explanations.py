@@ -51,6 +51,7 @@ DIAGNOSTICS = {
     "kinetic_temperature_law": "Theoretical kinetic temperature of the discretised sampler.",
     "kinetic_temperature_ruled": "The same along the directions that the data rule. Good: kinetic_temperature_law.",
     "kind": "Kind of result: chains of a sampler, a Gaussian, or optima, which are no draws.",
+    "mirrored": "Whether every second chain had minus the noise of the chain before it. Such a pair counts as one.",
     "noise_ratio": "Variance of the sampler's noise over the variance of minibatch gradients. Good: well above 1.",
     "num_chains": "Number of chains.",
     "num_logits": "Number of recorded logits.",

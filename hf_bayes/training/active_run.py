@@ -19,6 +19,7 @@ from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.trunk import TrunkMemory
+from hf_bayes.methods.registry import mirrors_chains
 from hf_bayes.models.statistics import with_statistics
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
@@ -61,6 +62,7 @@ class ActiveRun:
         objective: the log-likelihood of the model on the training rows.
         run: the chains.
         monitor: the observations of the chains.
+        mirrored: every second chain takes minus the noise of the chain before it.
     """
 
     def __init__(self, host: TrainerHost, setup: Setup, rows: TrainingRows, *, found_rate: float | None = None) -> None:
@@ -95,6 +97,7 @@ class ActiveRun:
         )
         self.method = self.settings.method
         self.problem = self.run.problem
+        self.mirrored = mirrors_chains(self.method, self.problem)
         copies = len(self.run.chains) if rows.shared else 1
         self._ops_per_entry = 6 * copies * model.core.num_parameters(exclude_embeddings=True)
         self.probe_of_draws = self._probe(self.problem.num_steps // self.method.draws_per_chain)
@@ -142,7 +145,7 @@ class ActiveRun:
         count *= method.requirements.gradients_per_update
         plan = SpreadPlan(
             found, self.prior, self.problem.shapes, method.prior_weight,
-            method.requirements.predicts_linearised, count,
+            method.requirements.predicts_linearised, count, self.mirrored,
         )  # fmt: skip
         return measure_spread(self.objective, plan, seed=self.host.args.seed)
 

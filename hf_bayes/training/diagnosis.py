@@ -99,6 +99,7 @@ class Diagnosis:
             heating=float(getattr(method, "heating", 0.0)) if "kinetic_temperature_ruled" in means else 0.0,
             # a Gaussian through the path of an optimiser (swag) stands for the posterior at T = 1
             temperature=(method.temperature or 1.0) if spread else method.temperature if has_temperature else None,
+            mirrored=active.mirrored,
             ruled_spread=None if spread is None else spread.temperature,
             ruled_spread_std_error=None if spread is None else spread.std_error,
             kind=_kind(found, method),
