@@ -34,6 +34,8 @@ class Measurements:
         ruled_spread: the configurational temperature of all chains together along the directions that the data rule
             (``diagnostics.ruled_spread``). Epistemic uncertainty is too large by about its ratio to T.
         ruled_spread_std_error: its standard error.
+        epistemic_drift: the epistemic uncertainty of training rows after the draws of a Gaussian have moved by the
+            exact energy, over the one before. It is 1 for draws of the posterior.
         kind: "chains" of a sampler; "gaussian", an approximation without chains to compare; or "optimum", the
             members of an optimiser, which are no draws.
         distance_in_noise: the distance of each chain, divided by the distance that Langevin noise alone would give at
@@ -78,6 +80,7 @@ class Measurements:
     mirrored: bool = False
     ruled_spread: float | None = None
     ruled_spread_std_error: float | None = None
+    epistemic_drift: float | None = None
     kind: str = "chains"
     distance_in_noise: Sequence[float] | None = None
     unmoved: Sequence[float] | None = None

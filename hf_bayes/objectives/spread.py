@@ -76,7 +76,7 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
     share = min(1.0, share)
     center, step = draws.mean(0), LINEAR_STEP if plan.linearised else 1.0
     with evaluating(objective.model):
-        gradients = _grad_energy(objective, plan, center + step * (draws - center), share)
+        gradients = grad_energy(objective, plan, center + step * (draws - center), share)
         if gradients is None:
             return None
         try:
@@ -107,7 +107,7 @@ def _draws(found: Approximation, seed: int, *, mirrored: bool) -> tuple[Tensor, 
     return draws, draws[-1]
 
 
-def _grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, share: float) -> Tensor | None:
+def grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, share: float) -> Tensor | None:
     """Return grad U [S, d] without dropout, all from the same rows."""
     without_dropout = copy.copy(objective)
     without_dropout.dropout = False

@@ -40,6 +40,7 @@ DIAGNOSTICS = {
     "distance": "Distance of each chain from its start, in prior standard deviations. Good: clearly above 0.0001.",
     "distance_in_noise": "Distance moved, divided by the distance that noise alone covers. For information.",
     "divergences": "Number of trajectories of each chain whose energy is not finite. Good: 0.",
+    "epistemic_drift": "Change of epistemic uncertainty when draws move by the exact energy. Good: 0.83 to 1.2.",
     "epistemic_size": "Size of epistemic uncertainty, by ruled_spread: right, too large or too small.",
     "ess": "Effective number of independent values of the log-likelihood, all chains together. Good: 100.",
     "ess_logits": "Effective number of values of single logits (5 % quantile). Good: 100.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -109,6 +110,8 @@ class Diagnosis:
             **{name: means.get(name) for name in _AS_FOUND},
             **convergence,
         )
+        if diagnostics.kind == "gaussian" and diagnostics.epistemic_size == "right":
+            diagnostics = dataclasses.replace(diagnostics, epistemic_drift=active.drift(found))
         return diagnostics.summary(), self._trace(ratios)
 
     def _trace(self, ratios: dict[str, Any]) -> dict[str, Any]:

@@ -141,9 +141,7 @@ class Evaluator:
             rows = None if rows is None else max(0, rows - len(counts))
         return kept
 
-    def ensemble_limit(
-        self, evaluation: Evaluation, approximation: Any, *, mirrored: bool
-    ) -> dict[str, Any] | None:
+    def ensemble_limit(self, evaluation: Evaluation, approximation: Any, *, mirrored: bool) -> dict[str, Any] | None:
         """Return C(S) on the data of an evaluation, and its limit; None if the approximation is not draws.
 
         A part of the terms shows how C falls with S. All terms show where it stands at S = M. The error of the limit

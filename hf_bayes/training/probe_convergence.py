@@ -28,7 +28,8 @@ class ProbeConvergence:
             return {}
         if len(probes) != self._last[0]:  # logs may be written more often than the probe is looked at
             totals = self.gather(torch.stack([probe.sum(1) for probe in probes[burned:]], 1)[..., None])
-            found = {"probe_rhat": float(rhat(_halves(totals))), "probe_ess": float(ess(totals, mirrored=self._active.mirrored))}
+            size = ess(totals, mirrored=self._active.mirrored)
+            found = {"probe_rhat": float(rhat(_halves(totals))), "probe_ess": float(size)}
             self._last = len(probes), {name: value for name, value in found.items() if math.isfinite(value)}
         return self._last[1]
 

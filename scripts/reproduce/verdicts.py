@@ -93,6 +93,8 @@ CASES = {
     "SGHMC, learning rate 1": Case(SGHMCConfig(**HAND_SET), learning_rate=1.0),
     "SGLD, learning rate 1": Case(SGLDConfig(**HAND_SET), learning_rate=1.0),
     "SGHMC, no warm start": Case(SGHMCConfig(**CHAINS, warm_start_steps=0)),
+    "Laplace, full": Case(LaplaceConfig(num_chains=1, structure="full")),
+    "SGHMC, mirrored pairs": Case(SGHMCConfig(num_chains=16, draws_per_chain=25)),
 }
 UNSEEN = [
     "SGHMC, nothing set", "SGHMC, 10 times the heating", "SGHMC, a tenth of the heating", "SGHMC, 5 epochs",
@@ -101,8 +103,9 @@ UNSEEN = [
 """Runs on a target that no rule was changed for."""
 
 PLAN = {
-    "sections2": list(CASES), "sections12": ["Laplace, diagonal", "Laplace, K-FAC", "mean-field VI"],
-    "domains10": UNSEEN,
+    "sections2": list(CASES), "sections12": ["Laplace, diagonal", "Laplace, K-FAC", "mean-field VI", "Laplace, full"],
+    "domains10": [*UNSEEN, "SGHMC, mirrored pairs"],
+    "intents25": ["Laplace, K-FAC", "Laplace, diagonal", "mean-field VI", "SGHMC, mirrored pairs"],
 }  # fmt: skip
 
 

@@ -94,6 +94,6 @@ def test_of_a_mirrored_pair_one_draw_counts() -> None:
     mean, scatter, error = mirrored_errors(counted=True)
     assert abs(mean - 1) < 0.05
     assert 0.85 < error / scatter < 1.2  # the scatter of 200 runs is known to 5 %
-    # the broken twin: 16 draws of which 8 are copies. The error is too small by sqrt(2), the spread too large by 16 / 15
+    # the broken twin: 16 draws of which 8 are copies. The error is too small by sqrt(2)
     mean, scatter, error = mirrored_errors(counted=False)
     assert error / scatter < 0.8
