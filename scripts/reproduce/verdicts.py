@@ -178,14 +178,16 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the tables of the page."""
     runs = [(name, label, run) for name, found in record["runs"].items() for label, run in found.items()]
     rows = [
-        [name, label, f"{run['eu']:.2f}", _spread(judged(run)), judged(run).epistemic_size or "not known",
+        [name, label, f"{run['eu']:.2f}", _spread(judged(run)), _drift(judged(run)), judged(run).epistemic_size or "not known",
          _yes(size_agrees(run)), WORDS[judged(run).converged], _yes(agrees(run))]
         for name, label, run in runs
     ]  # fmt: skip
     verdicts = [[name, label, judged(run).verdict] for name, label, run in runs]
     return {
         "count": "\n".join(_count(runs, gold) for gold in (None, *record["runs"])),
-        "runs": table(["gold", "run", "EU / gold", "spread", "size of EU", "agrees", "converged", "agrees"], rows),
+        "runs": table(
+            ["gold", "run", "EU / gold", "spread", "drift", "size of EU", "agrees", "converged", "agrees"], rows
+        ),
         "verdicts": table(["gold", "run", "verdict"], verdicts),
     }
 
@@ -207,6 +209,10 @@ def _spread(found: Diagnostics) -> str:
     if found.ruled_spread is None:
         return "-"
     return f"{found.ruled_spread:.2f} ± {found.ruled_spread_std_error:.2f}"
+
+
+def _drift(found: Diagnostics) -> str:
+    return "-" if found.epistemic_drift is None else f"{found.epistemic_drift:.2f}"
 
 
 def main() -> None:
