@@ -178,7 +178,8 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the tables of the page."""
     runs = [(name, label, run) for name, found in record["runs"].items() for label, run in found.items()]
     rows = [
-        [name, label, f"{run['eu']:.2f}", _spread(judged(run)), _drift(judged(run)), judged(run).epistemic_size or "not known",
+        [name, label, f"{run['eu']:.2f}", _spread(judged(run)), _drift(judged(run)),
+         judged(run).epistemic_size or "not known",
          _yes(size_agrees(run)), WORDS[judged(run).converged], _yes(agrees(run))]
         for name, label, run in runs
     ]  # fmt: skip
