@@ -94,6 +94,7 @@ CASES = {
     "SGLD, learning rate 1": Case(SGLDConfig(**HAND_SET), learning_rate=1.0),
     "SGHMC, no warm start": Case(SGHMCConfig(**CHAINS, warm_start_steps=0)),
     "Laplace, full": Case(LaplaceConfig(num_chains=1, structure="full")),
+    "Laplace, full, all labels": Case(LaplaceConfig(num_chains=1, structure="full", num_samples=None)),
     "SGHMC, mirrored pairs": Case(SGHMCConfig(num_chains=16, draws_per_chain=25)),
 }
 UNSEEN = [
@@ -103,8 +104,8 @@ UNSEEN = [
 """Runs on a target that no rule was changed for."""
 
 PLAN = {
-    "sections2": list(CASES), "sections12": ["Laplace, diagonal", "Laplace, K-FAC", "mean-field VI", "Laplace, full"],
-    "domains10": [*UNSEEN, "SGHMC, mirrored pairs"],
+    "sections2": list(CASES), "sections12": ["Laplace, diagonal", "Laplace, K-FAC", "mean-field VI", "Laplace, full, all labels"],
+    "domains10": [*UNSEEN, "SGHMC, mirrored pairs", "Laplace, full, all labels"],
     "intents25": ["Laplace, K-FAC", "Laplace, diagonal", "mean-field VI", "SGHMC, mirrored pairs"],
 }  # fmt: skip
 
