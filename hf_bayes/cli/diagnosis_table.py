@@ -60,6 +60,9 @@ def table(config: Mapping[str, Any]) -> Table:
         value, error = (number(found.get(name)) for name in ("ruled_spread", "ruled_spread_std_error"))
         words = "configurational temperature along the directions that the data rule"
         result.add_row(words, number(found.get("temperature")), f"{value}, s.e. {error}")
+    if found.get("epistemic_drift") is not None:
+        words = "epistemic uncertainty after the draws moved by the exact energy, over before"
+        result.add_row(words, "0.83 to 1.2", number(found["epistemic_drift"]))
     for name, words, limit in (
         ("rhat", f"R-hat, log-likelihood ({over})", f"below {MAX_RHAT}"),
         ("rhat_terms", "R-hat, single terms (95 % quantile)", f"below {MAX_RHAT}"),

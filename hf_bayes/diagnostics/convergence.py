@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_bayes.diagnostics.measurements import num_independent
+
 Column = NDArray[np.float64]
 Statistic = Callable[[Column], float]
 
@@ -68,11 +70,13 @@ def rhat_by_chance(num_chains: int, num_values: int, *, probability: float = 0.9
     return math.sqrt((n - 1 + float(f.ppf(probability, groups - 1, groups * (n - 1)))) / n)
 
 
-def ess(draws: Tensor) -> Tensor:
+def ess(draws: Tensor, *, mirrored: bool = False) -> Tensor:
     """Return the bulk effective sample size of each quantity, over all chains together (Vehtari et al. 2021).
 
     Args:
         draws: [M, S, k] draws of k quantities.
+        mirrored: chain 2k + 1 had minus the noise of chain 2k, so a pair counts as one chain. This is the ESS of
+            variances, and of every function with the same value on both sides of the mode. Means have a larger one.
     Returns:
         [k] float64. NaN where ESS is not defined: fewer than 4 draws, a NaN or infinite draw, a quantity that never
         changes, or an estimate at arviz's upper limit M S log10(M S), which is no estimate.
@@ -86,7 +90,8 @@ def ess(draws: Tensor) -> Tensor:
         found = math.nan if (column == column[0, 0]).all() else float(compute(column))
         return math.nan if found >= column.size * math.log10(column.size) * (1 - 1e-9) else found
 
-    return _each(draws, of_one, name="ess", min_chains=1)
+    share = num_independent(len(draws), mirrored=mirrored) / max(1, len(draws))
+    return share * _each(draws, of_one, name="ess", min_chains=1)
 
 
 def unconverged(values: Tensor, *, max_rhat: float = MAX_RHAT, min_ess: float = MIN_ESS) -> str | None:

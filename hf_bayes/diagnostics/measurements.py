@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,9 +30,12 @@ class Measurements:
         num_tensors: the number of tensors behind ``kinetic_share`` and ``kinetic_inside``; at least 1.
         configurational_temperature: theta . grad U / d of each chain, mean after burn-in (cold_posteriors eq. 43).
         temperature: T, the expected configurational temperature.
+        mirrored: True if chain 2k + 1 had minus the noise of chain 2k. Variances of the two depend on each other.
         ruled_spread: the configurational temperature of all chains together along the directions that the data rule
             (``diagnostics.ruled_spread``). Epistemic uncertainty is too large by about its ratio to T.
         ruled_spread_std_error: its standard error.
+        epistemic_drift: the epistemic uncertainty of training rows after the draws of a Gaussian have moved by the
+            exact energy, over the one before. It is 1 for draws of the posterior.
         kind: "chains" of a sampler; "gaussian", an approximation without chains to compare; or "optimum", the
             members of an optimiser, which are no draws.
         distance_in_noise: the distance of each chain, divided by the distance that Langevin noise alone would give at
@@ -45,7 +49,7 @@ class Measurements:
         num_moves: number of accept-reject moves of a chain after burn-in.
         rhat: R-hat of the probe's log-likelihood, between chains; for a single chain, between its halves. NaN if it
             could not be computed.
-        ess: ESS of the probe's log-likelihood, over all chains together.
+        ess: ESS of the probe's log-likelihood, over all chains together. Mirrored pairs count once in every ESS.
         rhat_terms: R-hat of the log-probabilities of the probe's labels, one by one: the 95 % quantile over labels.
         ess_terms: ESS of the same log-probabilities: the 5 % quantile over labels.
         rhat_logits: R-hat of logits of the probe's terms, including logits of other classes than the label: the 95 %
@@ -73,8 +77,10 @@ class Measurements:
     num_tensors: int = 1
     configurational_temperature: Sequence[float] | None = None
     temperature: float | None = None
+    mirrored: bool = False
     ruled_spread: float | None = None
     ruled_spread_std_error: float | None = None
+    epistemic_drift: float | None = None
     kind: str = "chains"
     distance_in_noise: Sequence[float] | None = None
     unmoved: Sequence[float] | None = None
@@ -108,3 +114,19 @@ class Measurements:
     def num_chains(self) -> int:
         """The number of chains."""
         return len(self.distance)
+
+    @property
+    def num_independent(self) -> int:
+        """The number of independent chains: a mirrored pair counts once."""
+        return num_independent(self.num_chains, mirrored=self.mirrored)
+
+
+def num_independent(num_chains: int, *, mirrored: bool) -> int:
+    """Return the number of independent chains: the pairs of mirrored chains, of which the last may be a single one."""
+    return (num_chains + 1) // 2 if mirrored else num_chains
+
+
+def pair_means(values: Sequence[float], *, mirrored: bool) -> list[float]:
+    """Return a mean for each independent chain: of a mirrored pair the mean of both."""
+    size = 2 if mirrored else 1
+    return [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]

@@ -21,6 +21,10 @@ from torch import Tensor
 SPREAD_TOLERANCE = 0.15
 """The relative error of the temperature that still counts as right. Epistemic uncertainty is off by about as much."""
 
+DRIFT_TOLERANCE = 0.2
+"""The relative change of the epistemic uncertainty of training rows that is tolerated when draws of a Gaussian move by
+the exact energy. On training rows it changes by about a third more than on new rows, so this is 15 % of theirs."""
+
 MAX_SPREAD_ERROR = 0.15
 """The largest relative standard error of a measurement that counts: a less precise one could not find an error as large
 as the tolerance."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from hf_bayes.diagnostics.measurements import Measurements
+from hf_bayes.diagnostics.measurements import Measurements, pair_means
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, kinetic_temperature_interval, widened_interval
 
 OUTSIDE_BY_CHANCE = 0.005
@@ -64,8 +64,10 @@ def check_kinetic_of_tensors(run: Measurements) -> str | None:
 
     if run.kinetic_share is None or check_kinetic(run) is not None:
         return None
-    outside = round(sum(1 - share for share in run.kinetic_share) * run.num_tensors)
-    trials = run.num_chains * run.num_tensors
+    # the momenta of two mirrored chains have the same temperature
+    shares = pair_means(run.kinetic_share, mirrored=run.mirrored)
+    outside = round(sum(1 - share for share in shares) * run.num_tensors)
+    trials = len(shares) * run.num_tensors
     if binom.sf(outside - 1, trials, 0.01) >= OUTSIDE_BY_CHANCE:
         return None
     return (
@@ -84,7 +86,8 @@ def check_configurational(run: Measurements) -> str | None:
         return None
     mean = statistics.fmean(values)
     low, high = kinetic_temperature_interval(run.dim, expected)
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    independent = pair_means(values, mirrored=run.mirrored)
+    error = statistics.stdev(independent) / math.sqrt(len(independent)) if len(independent) > 1 else 0.0
     within = min(low, expected / CONFIGURATIONAL_FACTOR) <= mean <= max(high, expected * CONFIGURATIONAL_FACTOR)
     if within or abs(mean - expected) <= 4 * error:
         return None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS, rhat_by_chance
 from hf_bayes.diagnostics.measurements import Measurements
 from hf_bayes.diagnostics.plausibility import has_strayed
-from hf_bayes.diagnostics.ruled_spread import MAX_SPREAD_ERROR, SPREAD_TOLERANCE
+from hf_bayes.diagnostics.ruled_spread import DRIFT_TOLERANCE, MAX_SPREAD_ERROR, SPREAD_TOLERANCE
 from hf_bayes.diagnostics.temperature_checks import (
     check_configurational,
     check_kinetic,
@@ -70,6 +70,7 @@ class Diagnostics(Measurements):
             lambda: check_kinetic_of_tensors(self),
             lambda: check_configurational(self),
             self._check_ruled_spread,
+            self._check_drift,
             self._check_gradient_noise,
             self._check_rhat,
             self._check_ess,
@@ -97,8 +98,20 @@ class Diagnostics(Measurements):
     def epistemic_size(self) -> Literal["right", "too large", "too small"] | None:
         """The size of epistemic uncertainty, from the spread of the draws; None if it was not measured.
 
-        Draws that are too few for R-hat and ESS may have the right spread: it is one number for all of them.
+        Draws that are too few for R-hat and ESS may have the right spread: it is one number for all of them. A Gaussian
+        of the right spread may have its mean in the wrong place, which its drift shows.
         """
+        size = self._size_by_spread
+        return self._size_by_drift if size == "right" else size
+
+    @property
+    def _size_by_drift(self) -> Literal["right", "too large", "too small"]:
+        if self.epistemic_drift is None or abs(math.log(self.epistemic_drift)) <= math.log1p(DRIFT_TOLERANCE):
+            return "right"
+        return "too large" if self.epistemic_drift < 1 else "too small"
+
+    @property
+    def _size_by_spread(self) -> Literal["right", "too large", "too small"] | None:
         if not self._knows_spread:
             return None
         assert self.ruled_spread is not None
@@ -191,7 +204,7 @@ class Diagnostics(Measurements):
 
     def _check_ruled_spread(self) -> str | None:
         """Compare the configurational temperature along the directions that the data rule with T."""
-        size = self.epistemic_size
+        size = self._size_by_spread
         if size is None or size == "right":
             return None
         wide = size == "too large"
@@ -201,6 +214,16 @@ class Diagnostics(Measurements):
             f"the draws are too {'wide' if wide else 'narrow'} along the directions that the data rule "
             f"(configurational temperature {self._found_spread} where {self.temperature or 1.0:.3g} is expected): "
             f"epistemic uncertainty is {size} by about as much; {remedy}"
+        )
+
+    def _check_drift(self) -> str | None:
+        """Compare the epistemic uncertainty of a Gaussian before and after its draws have moved by the exact energy."""
+        if self._size_by_spread != "right" or self._size_by_drift == "right":
+            return None
+        return (
+            f"epistemic uncertainty is {self._size_by_drift}: it changes by a factor of {self.epistemic_drift:.2g} on "
+            "training rows when the draws move by the exact energy, so the mean or a width of the Gaussian is wrong; a "
+            "sampler"
         )
 
     @property
@@ -236,7 +259,8 @@ class Diagnostics(Measurements):
             return f"R-hat inf over {_count(self.num_chains)}: every chain is constant, at a different place"
         # R-hats of terms and logits are quantiles, so one bound serves for any number of quantities: it is less likely
         # that a twentieth of them exceed the bound by chance than that a single one does
-        groups = (self.num_chains, 1) if self.num_chains > 1 else (2, 2)  # the halves of a single chain are compared
+        # the halves of a single chain are compared
+        groups = (self.num_independent, 1) if self.num_chains > 1 else (2, 2)
         if self.num_values is not None and worst <= rhat_by_chance(groups[0], self.num_values // groups[1]):
             return (
                 f"convergence not known: R-hat {worst:.2f}{where} is within chance for {self.num_values} values of "
@@ -252,9 +276,10 @@ class Diagnostics(Measurements):
         """The largest R-hat of chains that agree.
 
         Converged chains have R-hat^2 = 1 + 2 K / ESS, so a fixed bound asks for an ESS of each chain. If the spread of
-        the draws is right, many short chains do: the bound is then that of as many draws in 4 chains.
+        the draws is right, many short chains do: the bound is then that of as many draws in 4 chains. Variances of
+        mirrored chains have half of that ESS, so pairs count.
         """
-        chains = max(4, self.num_chains) if self._knows_spread else 4
+        chains = max(4, self.num_independent) if self._knows_spread else 4
         return math.sqrt(1 + (MAX_RHAT**2 - 1) * chains / 4)
 
     def _check_single_chain(self, rhat: float) -> str | None:
@@ -272,7 +297,7 @@ class Diagnostics(Measurements):
             if value is not None and not math.isnan(value)
         ]
         found = min(known, default=math.nan)
-        count = self.num_chains * (self.num_values or 0)
+        count = self.num_independent * (self.num_values or 0)
         if 0 < count < MIN_ESS and not found < count / 2:
             return f"convergence not known: {count} values cannot have an ESS of {MIN_ESS:.0f}: more draws"
         if math.isnan(found) or found >= MIN_ESS:

@@ -122,14 +122,18 @@ def build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
     return warm_start(method, **warm, prior_weight=config.prior_weight, decays=problem.own_step_size)
 
 
+def mirrors_chains(config: MethodConfig, problem: Problem) -> bool:
+    """Check whether every second chain of a run takes minus the noise of the chain before it."""
+    return problem.own_step_size and config.requirements.mirrored_chains
+
+
 def generators_of(config: MethodConfig, problem: Problem, seed: int, num_chains: int, **options: Any) -> Rngs:
     """Return the generators of a run's chains, in mirrored pairs if the method asks for them.
 
     Args:
         options: further arguments of ``chain_generators``.
     """
-    mirrored = problem.own_step_size and config.requirements.mirrored_chains
-    return chain_generators(seed, num_chains, mirrored=mirrored, **options)
+    return chain_generators(seed, num_chains, mirrored=mirrors_chains(config, problem), **options)
 
 
 def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = True) -> MethodConfig:

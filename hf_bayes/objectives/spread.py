@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import AllRows, Approximation, Prior
 from hf_bayes.diagnostics.ruled_spread import RuledSpread, ruled_spread
-from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.methods.laplace.prior_precision import precision_of
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
@@ -47,6 +47,7 @@ class SpreadPlan(NamedTuple):
         prior_weight: the factor of the prior's energy.
         linearised: the Gaussian predicts by a linearised model.
         num_gradients: the gradients of one row that the run took, over all chains.
+        mirrored: chain 2k + 1 had minus the noise of chain 2k.
     """
 
     approximation: Approximation
@@ -55,6 +56,7 @@ class SpreadPlan(NamedTuple):
     prior_weight: float
     linearised: bool
     num_gradients: float
+    mirrored: bool = False
 
 
 def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) -> RuledSpread | None:
@@ -65,14 +67,14 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
     data, found, plan = objective.data, plan.approximation, plan._replace(prior=plan.prior.to(objective.model.theta))
     if data is None or objective.private is not None or objective.scale.num_terms is None:
         return None
-    draws, point = _draws(found, seed)
+    draws, point = _draws(found, seed, mirrored=plan.mirrored)
     share = plan.num_gradients * SPREAD_SHARE / ((len(draws) + 1) * data.num_rows)
     if len(draws) < 4 or share * data.num_rows < min(LEAST_ROWS, data.num_rows):
         return None
     share = min(1.0, share)
     center, step = draws.mean(0), LINEAR_STEP if plan.linearised else 1.0
     with evaluating(objective.model):
-        gradients = _grad_energy(objective, plan, center + step * (draws - center), share)
+        gradients = grad_energy(objective, plan, center + step * (draws - center), share)
         if gradients is None:
             return None
         try:
@@ -87,19 +89,23 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
     return RuledSpread(temperature, math.hypot(error, of_rows))
 
 
-def _draws(found: Approximation, seed: int) -> tuple[Tensor, Tensor]:
+def _draws(found: Approximation, seed: int, *, mirrored: bool) -> tuple[Tensor, Tensor]:
     """Return draws [S, d], and the point [d] of the curvature: a Gaussian's mean, or the last draw.
 
-    Stored draws are thinned evenly over the chains.
+    Stored draws are thinned evenly over the chains. Of a mirrored pair only the first chain is taken: near the mode of
+    a Gaussian the other one has the same product of deviation and gradient, so both would count as two measurements.
     """
     if isinstance(found, Gaussian):
         first = Gaussian(found.means[:1], found.covariances[:1])
         return first.sample(NUM_DRAWS["gaussian"], generator(seed, "spread")), found.means[0]
+    if mirrored and isinstance(found, Draws):
+        first = found.chain % 2 == 0
+        found = Draws(found.theta[first], found.chain[first])
     draws = found.sample(min(NUM_DRAWS["draws"], found.num_stored))
     return draws, draws[-1]
 
 
-def _grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, share: float) -> Tensor | None:
+def grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, share: float) -> Tensor | None:
     """Return grad U [S, d] without dropout, all from the same rows."""
     without_dropout = copy.copy(objective)
     without_dropout.dropout = False

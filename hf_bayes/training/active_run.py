@@ -19,8 +19,10 @@ from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.trunk import TrunkMemory
+from hf_bayes.methods.registry import mirrors_chains
 from hf_bayes.models.statistics import with_statistics
 from hf_bayes.objectives.data_access import DataAccess
+from hf_bayes.objectives.drift import measure_drift
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
 from hf_bayes.objectives.spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.starting import start_run
@@ -61,6 +63,7 @@ class ActiveRun:
         objective: the log-likelihood of the model on the training rows.
         run: the chains.
         monitor: the observations of the chains.
+        mirrored: every second chain takes minus the noise of the chain before it.
     """
 
     def __init__(self, host: TrainerHost, setup: Setup, rows: TrainingRows, *, found_rate: float | None = None) -> None:
@@ -95,6 +98,7 @@ class ActiveRun:
         )
         self.method = self.settings.method
         self.problem = self.run.problem
+        self.mirrored = mirrors_chains(self.method, self.problem)
         copies = len(self.run.chains) if rows.shared else 1
         self._ops_per_entry = 6 * copies * model.core.num_parameters(exclude_embeddings=True)
         self.probe_of_draws = self._probe(self.problem.num_steps // self.method.draws_per_chain)
@@ -128,6 +132,18 @@ class ActiveRun:
 
     def spread(self, found: Approximation) -> RuledSpread | None:
         """Return the temperature of a finished run along the directions that the data rule; None if not measured."""
+        plan = self._spread_plan(found)
+        return None if plan is None else measure_spread(self.objective, plan, seed=self.host.args.seed)
+
+    def drift(self, found: Approximation) -> float | None:
+        """Return ``Measurements.epistemic_drift`` of a finished run; None if not measured."""
+        plan, temperature = self._spread_plan(found), self.method.temperature or 1.0
+        if plan is None:
+            return None
+        return measure_drift(self.objective, plan, seed=self.host.args.seed, temperature=temperature)
+
+    def _spread_plan(self, found: Approximation) -> SpreadPlan | None:
+        """Return what to measure of a finished run; None if its energy is not known, or it has no draws."""
         method, settings = self.method, self.settings.method
         if method != settings or getattr(method, "fit_prior", None):
             return None  # the run has fitted its prior, or found a temperature, so its energy is another one now
@@ -140,11 +156,10 @@ class ActiveRun:
             return None
         count = self.problem.num_steps * self.rows.scale.rows_per_update * method.num_chains
         count *= method.requirements.gradients_per_update
-        plan = SpreadPlan(
+        return SpreadPlan(
             found, self.prior, self.problem.shapes, method.prior_weight,
-            method.requirements.predicts_linearised, count,
+            method.requirements.predicts_linearised, count, self.mirrored,
         )  # fmt: skip
-        return measure_spread(self.objective, plan, seed=self.host.args.seed)
 
     @property
     def adamw_learning_rate(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class Diagnosis:
             heating=float(getattr(method, "heating", 0.0)) if "kinetic_temperature_ruled" in means else 0.0,
             # a Gaussian through the path of an optimiser (swag) stands for the posterior at T = 1
             temperature=(method.temperature or 1.0) if spread else method.temperature if has_temperature else None,
+            mirrored=active.mirrored,
             ruled_spread=None if spread is None else spread.temperature,
             ruled_spread_std_error=None if spread is None else spread.std_error,
             kind=_kind(found, method),
@@ -108,6 +110,8 @@ class Diagnosis:
             **{name: means.get(name) for name in _AS_FOUND},
             **convergence,
         )
+        if diagnostics.kind == "gaussian" and diagnostics.epistemic_size == "right":
+            diagnostics = dataclasses.replace(diagnostics, epistemic_drift=active.drift(found))
         return diagnostics.summary(), self._trace(ratios)
 
     def _trace(self, ratios: dict[str, Any]) -> dict[str, Any]:

@@ -141,16 +141,17 @@ class Evaluator:
             rows = None if rows is None else max(0, rows - len(counts))
         return kept
 
-    def ensemble_limit(self, evaluation: Evaluation, approximation: Any) -> dict[str, Any] | None:
+    def ensemble_limit(self, evaluation: Evaluation, approximation: Any, *, mirrored: bool) -> dict[str, Any] | None:
         """Return C(S) on the data of an evaluation, and its limit; None if the approximation is not draws.
 
-        A part of the terms shows how C falls with S. All terms show where it stands at S = M.
+        A part of the terms shows how C falls with S. All terms show where it stands at S = M. The error of the limit
+        comes from independent chains, or from pairs of mirrored ones.
         """
         log_lik = evaluation.member_log_lik
         if log_lik is None or not approximation.num_stored:
             return None
         chains = [chain for part in self._setup.mesh.exchange(approximation.chains) for chain in part]
-        found = risk_asymptote(log_lik, chains)
+        found = risk_asymptote(log_lik, [chain // 2 for chain in chains] if mirrored else chains)
         if found is None:
             return None
         return {**dataclasses.asdict(found.at(evaluation.metrics["nll"])), "num_terms": len(log_lik)}

@@ -147,8 +147,9 @@ class Outcome:
 
     def keep_evaluation(self, metrics: dict[str, float]) -> None:
         """Store values for the next save: metrics, the ensemble's limit, and the rows to compare with MAP."""
-        evaluator = self.evaluator
-        limit = evaluator.ensemble_limit(evaluator.latest, self.required().approximation)
+        evaluator, posterior = self.evaluator, self.required()
+        mirrored = bool(posterior.config.diagnostics.get("mirrored"))
+        limit = evaluator.ensemble_limit(evaluator.latest, posterior.approximation, mirrored=mirrored)
         self.heldout = HeldOut(metrics, evaluator.last, limit)
 
     # -- saving ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ class ProbeConvergence:
             return {}
         if len(probes) != self._last[0]:  # logs may be written more often than the probe is looked at
             totals = self.gather(torch.stack([probe.sum(1) for probe in probes[burned:]], 1)[..., None])
-            found = {"probe_rhat": float(rhat(_halves(totals))), "probe_ess": float(ess(totals))}
+            size = ess(totals, mirrored=self._active.mirrored)
+            found = {"probe_rhat": float(rhat(_halves(totals))), "probe_ess": float(size)}
             self._last = len(probes), {name: value for name, value in found.items() if math.isfinite(value)}
         return self._last[1]
 
@@ -39,7 +40,7 @@ class ProbeConvergence:
             draws: [M, S, d] draws of the chains of this process.
         """
         watched = self._watched(draws)
-        return ({}, {}) if watched is None else _convergence(*watched)
+        return ({}, {}) if watched is None else _convergence(*watched, mirrored=self._active.mirrored)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the values [M, ...] of all chains, on the CPU."""
@@ -79,7 +80,7 @@ class ProbeConvergence:
         return burned if sampled and len(active.monitor.probes) - burned >= 4 else None
 
 
-def _convergence(found: ProbeValues, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _convergence(found: ProbeValues, what: str, *, mirrored: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return fields of ``Diagnostics`` and the trace's ratios for values [K, S, n] and [K, S, q].
 
     For one chain R-hat compares its halves as if they were chains. It then measures whether the chain has settled, not
@@ -88,7 +89,7 @@ def _convergence(found: ProbeValues, what: str) -> tuple[dict[str, Any], dict[st
     total = found.log_lik.sum(2, keepdim=True)
     fields = {
         "rhat": float(rhat(_halves(total))),
-        "ess": float(ess(total)),
+        "ess": float(ess(total, mirrored=mirrored)),
         "num_values": found.log_lik.shape[1],
         "values": what,
     }
@@ -96,7 +97,7 @@ def _convergence(found: ProbeValues, what: str) -> tuple[dict[str, Any], dict[st
     for kind, values in (("terms", found.log_lik), ("logits", found.logits)):
         if values.shape[2] == 0:
             continue
-        both = {"rhat": rhat(_halves(values)), "ess": ess(values)}
+        both = {"rhat": rhat(_halves(values)), "ess": ess(values, mirrored=mirrored)}
         known = {name: value[~value.isnan()].sort().values for name, value in both.items()}
         fields |= {
             f"rhat_{kind}": _quantile(known["rhat"], 0.95),

@@ -93,6 +93,9 @@ CASES = {
     "SGHMC, learning rate 1": Case(SGHMCConfig(**HAND_SET), learning_rate=1.0),
     "SGLD, learning rate 1": Case(SGLDConfig(**HAND_SET), learning_rate=1.0),
     "SGHMC, no warm start": Case(SGHMCConfig(**CHAINS, warm_start_steps=0)),
+    "Laplace, full": Case(LaplaceConfig(num_chains=1, structure="full")),
+    "Laplace, full, all labels": Case(LaplaceConfig(num_chains=1, structure="full", num_samples=None)),
+    "SGHMC, mirrored pairs": Case(SGHMCConfig(num_chains=16, draws_per_chain=25)),
 }
 UNSEEN = [
     "SGHMC, nothing set", "SGHMC, 10 times the heating", "SGHMC, a tenth of the heating", "SGHMC, 5 epochs",
@@ -101,8 +104,10 @@ UNSEEN = [
 """Runs on a target that no rule was changed for."""
 
 PLAN = {
-    "sections2": list(CASES), "sections12": ["Laplace, diagonal", "Laplace, K-FAC", "mean-field VI"],
+    "sections2": list(CASES),
+    "sections12": ["Laplace, diagonal", "Laplace, K-FAC", "mean-field VI"],
     "domains10": UNSEEN,
+    "intents25": ["Laplace, K-FAC"],
 }  # fmt: skip
 
 
@@ -175,14 +180,17 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the tables of the page."""
     runs = [(name, label, run) for name, found in record["runs"].items() for label, run in found.items()]
     rows = [
-        [name, label, f"{run['eu']:.2f}", _spread(judged(run)), judged(run).epistemic_size or "not known",
+        [name, label, f"{run['eu']:.2f}", _spread(judged(run)), _drift(judged(run)),
+         judged(run).epistemic_size or "not known",
          _yes(size_agrees(run)), WORDS[judged(run).converged], _yes(agrees(run))]
         for name, label, run in runs
     ]  # fmt: skip
     verdicts = [[name, label, judged(run).verdict] for name, label, run in runs]
     return {
         "count": "\n".join(_count(runs, gold) for gold in (None, *record["runs"])),
-        "runs": table(["gold", "run", "EU / gold", "spread", "size of EU", "agrees", "converged", "agrees"], rows),
+        "runs": table(
+            ["gold", "run", "EU / gold", "spread", "drift", "size of EU", "agrees", "converged", "agrees"], rows
+        ),
         "verdicts": table(["gold", "run", "verdict"], verdicts),
     }
 
@@ -204,6 +212,10 @@ def _spread(found: Diagnostics) -> str:
     if found.ruled_spread is None:
         return "-"
     return f"{found.ruled_spread:.2f} ± {found.ruled_spread_std_error:.2f}"
+
+
+def _drift(found: Diagnostics) -> str:
+    return "-" if found.epistemic_drift is None else f"{found.epistemic_drift:.2f}"
 
 
 def main() -> None:

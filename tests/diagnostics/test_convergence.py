@@ -113,3 +113,16 @@ def test_an_ess_at_the_limit_of_arviz_is_no_estimate() -> None:
     swinging = 0.01 * draws + torch.tensor([1.0, -1.0]).repeat(20)[None, :, None]  # each draw undoes the last
     assert bool(ess(swinging).isnan().all())
     assert 30 < float(ess(draws)) < 160  # 80 independent draws
+
+
+def test_ess_of_mirrored_chains_is_that_of_their_variances() -> None:
+    """Squares of 8 mirrored chains scatter as those of 4: the unmended count of 8 chains is its broken twin."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(2000, 4, 50, generator=generator)
+    squares = torch.stack([first, -first], 2).flatten(1, 2).square()
+    true_size = 2 / float(squares.mean((1, 2)).var())  # the variance of a square is 2; known to 3 %
+    values = squares[0][..., None]
+    found = [float(ess(values, mirrored=mirrored)) for mirrored in (True, False)]
+    assert found[0] == found[1] / 2
+    assert 0.7 < found[0] / true_size < 1.3
+    assert found[1] / true_size > 1.5

@@ -41,3 +41,14 @@ def test_cold_chains_under_a_ramp_are_told_to_shorten_it() -> None:
     kinetic, configurational = cold.verdict.split("; ")
     assert kinetic.endswith("lag behind the temperature's ramp: shorter ramp_up or longer cycles")
     assert "shorter ramp_up, longer cycles" in configurational
+
+
+def test_two_mirrored_chains_are_one_observation() -> None:
+    share = [1 - 3 / 20, 1 - 3 / 20, 1.0, 1.0]  # the same momenta twice: 3 of 40 tensors by chance have P = 0.7 %
+    found = dataclasses.replace(GOOD, kinetic_share=share, num_tensors=20)
+    assert found.verdict.startswith("the kinetic temperature of 6 of 80")  # the broken twin: four chains
+    assert dataclasses.replace(found, mirrored=True).verdict == "converged"
+    pairs = [3.0, 3.0, 2.1, 2.1]  # 1.55 from 1: 6 standard errors of four values, 3.4 of two
+    found = dataclasses.replace(GOOD, temperature=1.0, configurational_temperature=pairs)
+    assert found.verdict.startswith("configurational temperature 2.55")
+    assert dataclasses.replace(found, mirrored=True).verdict == "converged"

@@ -182,6 +182,18 @@ def test_a_gaussian_is_judged_by_its_spread_alone() -> None:
     assert vague.converged is None
 
 
+def test_a_gaussian_whose_uncertainty_drifts_is_not_called_right() -> None:
+    gaussian = Diagnostics(dim=9, distance=[0.3], kind="gaussian", ruled_spread=1.01, ruled_spread_std_error=0.04)
+    for drift, size in ((0.79, "too large"), (0.85, "right"), (1.19, "right"), (1.3, "too small"), (None, "right")):
+        found = dataclasses.replace(gaussian, epistemic_drift=drift)
+        assert found.epistemic_size == size
+        assert found.converged is (size == "right")
+    large = dataclasses.replace(gaussian, epistemic_drift=0.79)
+    assert large.verdict.startswith("epistemic uncertainty is too large: it changes by a factor of 0.79 on training")
+    # the spread is said first, and once
+    assert "changes by a factor" not in dataclasses.replace(large, ruled_spread=1.9).verdict
+
+
 def test_members_of_an_optimiser_are_called_no_draws() -> None:
     members = dataclasses.replace(GOOD, kind="optimum", ruled_spread=1.0, ruled_spread_std_error=0.01)
     assert members.verdict.startswith("convergence not defined: members of an optimiser are no draws")
@@ -197,3 +209,7 @@ def test_many_short_chains_with_the_right_spread_agree() -> None:
     assert short.verdict == "converged"
     assert dataclasses.replace(short, ruled_spread=None).verdict.startswith("R-hat 1.09 over 16 chains")
     assert dataclasses.replace(short, rhat=1.3).verdict.startswith("R-hat 1.30 over 16 chains")
+    # of mirrored chains pairs count: 1.11 of 16 chains, of which 8 are independent, is above 1.10
+    mirrored = dataclasses.replace(short, rhat=1.11, mirrored=True)
+    assert mirrored.verdict.startswith("R-hat 1.11 over 16 chains")
+    assert dataclasses.replace(mirrored, mirrored=False).verdict == "converged"

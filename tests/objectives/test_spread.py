@@ -72,3 +72,28 @@ def test_points_do_not_make_the_other_elements_look_narrow() -> None:
     found = measured(Draws(theta, torch.arange(64)), objective)
     assert found is not None
     assert abs(found.temperature - 1) < 4 * found.std_error
+
+
+def mirrored_errors(*, counted: bool) -> tuple[float, float, float]:
+    """Return the mean and the scatter of the spread of 200 runs of mirrored pairs, and its mean standard error."""
+    objective = classifier(data=DataAccess(by_number, 40))
+    exact, shapes = laplace(objective, 1.0), objective.model.layout.named_shapes
+    found = []
+    for seed in range(200):
+        first = exact.sample(8, torch.Generator().manual_seed(seed)) - exact.means
+        theta = exact.means + torch.stack([first, -first], 1).flatten(0, 1)  # the draws of chains 0, 1, 2, ...
+        plan = SpreadPlan(Draws(theta, torch.arange(16)), PRIOR, shapes, 1.0, False, 1e6, counted)
+        result = measure_spread(objective, plan, seed=seed)
+        assert result is not None
+        found.append(result)
+    values = torch.tensor([result.temperature for result in found])
+    return float(values.mean()), float(values.std()), sum(result.std_error for result in found) / len(found)
+
+
+def test_of_a_mirrored_pair_one_draw_counts() -> None:
+    mean, scatter, error = mirrored_errors(counted=True)
+    assert abs(mean - 1) < 0.05
+    assert 0.85 < error / scatter < 1.2  # the scatter of 200 runs is known to 5 %
+    # the broken twin: 16 draws of which 8 are copies. The error is too small by sqrt(2)
+    mean, scatter, error = mirrored_errors(counted=False)
+    assert error / scatter < 0.8
