@@ -90,8 +90,7 @@ class EnergyObjective:
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """Return what a method requests of all batches of a pass.
 
-        For a ``CurvatureSpec`` at ``theta`` [d] it is value, gradient and Hessian, for ``AllRows`` at ``theta`` [M, d]
-        minus the gradient.
+        For a ``CurvatureSpec`` at ``theta`` [d] value, gradient and Hessian; for ``AllRows`` [M, d] minus the gradient.
 
         Raises:
             TypeError: for any other request: an energy has no rows.

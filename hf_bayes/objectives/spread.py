@@ -99,8 +99,8 @@ def _draws(found: Approximation, seed: int, *, mirrored: bool) -> tuple[Tensor, 
         first = Gaussian(found.means[:1], found.covariances[:1])
         return first.sample(NUM_DRAWS["gaussian"], generator(seed, "spread")), found.means[0]
     if mirrored and isinstance(found, Draws):
-        first = found.chain % 2 == 0
-        found = Draws(found.theta[first], found.chain[first])
+        kept = found.chain % 2 == 0
+        found = Draws(found.theta[kept], found.chain[kept])
     draws = found.sample(min(NUM_DRAWS["draws"], found.num_stored))
     return draws, draws[-1]
 

@@ -38,5 +38,17 @@ RECOMMENDED = (
     Fault("cross-fitting: a run sees the rows that it is judged on", "training/cross_fitting.py",
           'sorted(set(order.tolist()) - set(folds[fold]))', "sorted(order.tolist())",
           ("training/test_cross_fitting.py::test_it_sees_that_labels_were_learnt_by_heart",)),
+    Fault("mirrored chains: the spread counts both of a pair", "objectives/spread.py",
+          "kept = found.chain % 2 == 0", "kept = found.chain >= 0",
+          ("objectives/test_spread.py::test_of_a_mirrored_pair_one_draw_counts",)),
+    Fault("mirrored chains count one by one", "diagnostics/measurements.py",
+          "return (num_chains + 1) // 2 if mirrored else num_chains", "return num_chains",
+          ("diagnostics/test_measurements.py::test_mirrored_chains_count_in_pairs",)),
+    Fault("drift: trajectories with the opposite force", "objectives/drift.py",
+          "velocity = state[1] - STEP * force", "velocity = state[1] + STEP * force",
+          ("objectives/test_drift.py::test_a_gaussian_twice_as_wide_drifts_to_about_half",)),
+    Fault("windows: the model's context is not looked at", "cli/token_windows.py",
+          "return default if longest is None else min(default, longest)", "return default",
+          ("cli/test_token_windows.py::test_a_window_is_no_longer_than_the_context",)),
 )
 # fmt: on
