@@ -83,7 +83,9 @@ def add_figures(
     groups = ranks.members_of(subject, posterior, work, label)
     ranks.compared(subject, posterior, student, found, save, groups)
     if "scores" not in found:
-        found["scores"] = scores.cross_fitted(subject, posterior, student)
+        found["scores"] = scores.cross_fitted(
+            subject, posterior, student, groups["held out"][ranks.HALVES[0]].log_probs
+        )
         save()
     if (task, kind) == (TASKS[0], KINDS[0]):
         record["sources"] = sources.sources(subject, posterior)

@@ -25,12 +25,12 @@ from hf_bayes.models.attaching import MODELS
 from scripts.reproduce.report import table
 from scripts.reproduce.single_pass_subjects import Batch, Subject, folder, without_labels
 
-GROUPS = (8, 24, 32, 32, 32, 32)
+GROUPS = (8, 24, 32, 32)
 """The numbers of members of the groups. The first two are the other members, the rest is the reference."""
 
-OTHERS = {"32 other members": (0, 1), "8 other members": (0,)}
-HALVES = (2, 3), (4, 5)
-REFERENCE = HALVES[0] + HALVES[1]
+OTHERS = {"8 other members": (0,), "32 other members": (0, 1)}
+HALVES = 2, 3
+"""The groups of the reference."""
 
 RESAMPLES = 200
 """The number of resamples of the standard error of a rank correlation."""
@@ -38,8 +38,8 @@ RESAMPLES = 200
 DIRECTIONS = (2, 1)
 RANKS = (16, 8, 4)
 WAYS = (
-    *OTHERS, "linearised", *(f"backward, {number}" for number in DIRECTIONS), *(f"low rank, {rank}" for rank in RANKS),
-    "diagonal", "student",
+    "32 other members", "8 other members", "linearised", *(f"backward, {number}" for number in DIRECTIONS),
+    *(f"low rank, {rank}" for rank in RANKS), "diagonal", "student",
 )  # fmt: skip
 
 
@@ -110,12 +110,23 @@ def members_of(subject: Subject, posterior: Posterior, directory: Path | None, l
 
 
 @torch.no_grad()
-def read(model: Any, sets: Mapping[str, list[Batch]]) -> dict[str, Tensor]:
-    """Return the epistemic uncertainty of all terms of each set."""
-    return {
-        name: torch.cat([model(**without_labels(batch)).epistemic.flatten() for batch in found]).double()
-        for name, found in sets.items()
-    }
+def read(model: Any, plain: Any, sets: Mapping[str, list[Batch]]) -> tuple[dict[str, Tensor], float]:
+    """Return the epistemic uncertainty of all terms of each set, and the cost.
+
+    The cost is the median processor time of a batch, over the median of the model without adapter, in turn.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in sets}
+    times: dict[int, list[float]] = {0: [], 1: []}
+    for name, batches in sets.items():
+        for batch in map(without_labels, batches):
+            for place, call in enumerate((model, plain)):
+                begin = time.process_time()
+                out = call(**batch)
+                times[place].append(time.process_time() - begin)
+                if call is model:
+                    found[name].append(out.epistemic.flatten())
+    cost = statistics.median(times[0]) / statistics.median(times[1])
+    return {name: torch.cat(parts).double() for name, parts in found.items()}, cost
 
 
 def compared(
@@ -123,25 +134,24 @@ def compared(
     groups: Mapping[str, list[Group]],
 ) -> None:  # fmt: skip
     """Add the figures of each missing way to predict to ``found``, against the reference, and save after each."""
-    reference = {name: epistemic([each[index] for index in REFERENCE]) for name, each in groups.items()}
-    halves = {name: [epistemic([each[index] for index in half]) for half in HALVES] for name, each in groups.items()}
+    halves = {name: [each[index] for index in HALVES] for name, each in groups.items()}
+    reference = {name: epistemic(both) for name, both in halves.items()}
     found["eu"] = round(float(torch.cat(list(reference.values())).mean()), 5)
-    found["limit"] = {name: round(limit(*both), 3) for name, both in halves.items()}
+    found["limit"] = {name: round(limit(*(epistemic([one]) for one in both)), 3) for name, both in halves.items()}
     rows: dict[str, Any] = found.setdefault("ways", {})
     plain = subject.base().eval()
-    batch = without_labels(subject.sets["held out"][0])
     kind: Any = MODELS[subject.task]
     load = functools.partial(kind.from_pretrained, base_model=subject.base(), check_base=False)
 
     def add(name: str, model: Any) -> None:
+        first = {"held out": subject.sets["held out"][:2]}
+        own, spent = read(model, plain, first if name in OTHERS else subject.sets)
         if name in OTHERS:
             own = {key: epistemic([each[index] for index in OTHERS[name]]) for key, each in groups.items()}
-        else:
-            own = read(model, subject.sets)
         ranks = {key: round(rank_correlation(reference[key], own[key]), 3) for key in reference}
         errors = {f"error, {key}": round(standard_error(reference[key], own[key]), 3) for key in reference}
         ratio = sum(float(v.sum()) for v in own.values()) / sum(float(v.sum()) for v in reference.values())
-        rows[name] = ranks | errors | {"ratio": round(ratio, 3), "cost": round(cost(model, plain, batch), 2)}
+        rows[name] = ranks | errors | {"ratio": round(ratio, 3), "cost": round(spent, 2)}
         save()
 
     model = load(posterior, members=32, prediction="members")
@@ -152,7 +162,7 @@ def compared(
             add(name, model)
     model.detach()
     if "student" not in rows:
-        distilled = kind.from_pretrained(student, base_model=subject.base(), prediction="distilled", check_base=False)
+        distilled = load(student, prediction="distilled")
         add("student", distilled)
         distilled.detach()
 
@@ -188,18 +198,6 @@ def standard_error(first: Tensor, second: Tensor) -> float:
     generator = np.random.default_rng(0)
     chosen = [torch.from_numpy(generator.integers(len(first), size=len(first))) for _ in range(RESAMPLES)]
     return float(np.std([rank_correlation(first[index], second[index]) for index in chosen]))
-
-
-@torch.no_grad()
-def cost(model: Any, plain: Any, batch: Batch, rounds: int = 3) -> float:
-    """Return the median processor time of a pass over that of the model without adapter, in turn."""
-    found: dict[int, list[float]] = {0: [], 1: []}
-    for _ in range(rounds + 1):
-        for place, call in enumerate((model, plain)):
-            begin = time.process_time()
-            call(**batch)
-            found[place].append(time.process_time() - begin)
-    return statistics.median(found[0][1:]) / statistics.median(found[1][1:])
 
 
 def blocks(subjects: Mapping[str, Any]) -> dict[str, str]:

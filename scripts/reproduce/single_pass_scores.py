@@ -35,24 +35,42 @@ def per_term(model: Any, batches: Sequence[Batch]) -> dict[str, np.ndarray[Any, 
     return {key: torch.cat([x[key].double() for x in each]).numpy() for key in ("nll", "correct", "confidence")}
 
 
-def cross_fitted(subject: Subject, posterior: Posterior, student: Posterior) -> dict[str, dict[str, float]]:
-    """Return scores of all held-out rows, where each half has the variance factor that the other half fits."""
+def of_log_probs(log_probs: Tensor, batches: Sequence[Batch], *, is_causal: bool) -> dict[str, np.ndarray[Any, Any]]:
+    """Return what ``per_term`` returns, of log-probabilities [terms, C] of the batches without padding."""
+    labels = torch.cat([batch["labels"] for batch in batches])
+    if is_causal:  # each token is predicted before it
+        log_probs = log_probs.unflatten(0, labels.shape)[:, :-1].flatten(0, 1)
+        labels = labels[:, 1:].flatten()
+    wide = log_probs.double().log_softmax(-1)
+    best = wide.max(-1)
+    found = {
+        "nll": -wide.gather(-1, labels[:, None])[:, 0],
+        "correct": (best.indices == labels).double(),
+        "confidence": best.values.exp(),
+    }
+    return {key: value.numpy() for key, value in found.items()}
+
+
+def cross_fitted(
+    subject: Subject, posterior: Posterior, student: Posterior, members: Tensor
+) -> dict[str, dict[str, float]]:
+    """Return scores of all held-out rows, where each half has the variance factor that the other half fits.
+
+    Args:
+        members: [terms, C] log-probabilities of the mixture of 32 members.
+    """
     kind: Any = MODELS[subject.task]
     rows = subject.sets["held out"]
     halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     load = functools.partial(kind.from_pretrained, base_model=subject.base(), check_base=False)
-    model = load(posterior, members=32)
-    theta = model.theta.detach().clone()
+    model = load(posterior, members=1)
     approximation: Any = posterior.approximation
     means: Tensor = approximation.means
-    terms = {}
-    for name, choose in {
-        "mean network": lambda: model.linearise(None).show(means.to(theta)),
-        "32 members": lambda: model.linearise(None).show(theta),
-        "single pass": model.single_pass,
-    }.items():
-        choose()
-        terms[name] = per_term(model, rows)
+    model.linearise(None).show(means.to(model.theta))
+    terms = {"mean network": per_term(model, rows)}
+    terms["32 members"] = of_log_probs(members, rows, is_causal=subject.task == "causal_lm")
+    model.single_pass()
+    terms["single pass"] = per_term(model, rows)
     model.detach()
     parts: list[dict[str, Any]] = []
     for fitted, tested in (halves, halves[::-1]):
