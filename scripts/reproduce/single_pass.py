@@ -33,7 +33,7 @@ NAME = "single_pass"
 TASKS = ("classifier", "language model")
 KINDS = ("diagonal Laplace", "SWAG", "mean field", "K-FAC Laplace")
 
-SETTINGS = {"tokens": LENGTH, "members": sum(ranks.GROUPS)}
+SETTINGS = {"tokens": LENGTH, "reference": sum(ranks.GROUPS[index] for index in ranks.HALVES)}
 """The settings of a subject; figures of other settings are made again."""
 
 

@@ -44,6 +44,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "single_pass.md"
 RECORD = PAGE.with_suffix(".json")
 VARIANCES = (1e-4, 1e-3, 1e-2)
 DRAWS, RANK = 4000, 512
+STRUCTURE_DRAWS = 2000
 
 
 @torch.no_grad()
@@ -111,7 +112,7 @@ def structures() -> dict[str, Any]:
             inputs = inputs_of(model, rows=2)
             row: dict[str, float] = {}
             with attached(model, subspace, variance) as bayesian:
-                wanted = member_moments(bayesian, inputs, DRAWS)[1]
+                wanted = member_moments(bayesian, inputs, STRUCTURE_DRAWS)[1]
                 for label, options in STRUCTURES.items():
                     own = passed(bayesian, inputs, options).spread.variance
                     row[label] = round(float(own.sum() / wanted.sum()), 3)

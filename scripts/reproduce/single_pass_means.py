@@ -19,7 +19,7 @@ from scripts.reproduce.report import table
 from scripts.reproduce.small_models import FAMILIES, attached, inputs_of
 
 FAMILIES_WITH_UNITS = ("vit", "llama", "gpt2", "mistral", "qwen3")
-VARIANCE, DRAWS = 1e-2, 4000
+VARIANCE, DRAWS = 1e-2, 1000
 
 KINDS: dict[str, tuple[str, ...]] = {
     "norms": ("ln_1", "ln_2", "ln_f", "norm", "layernorm"),

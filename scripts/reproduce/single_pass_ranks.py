@@ -201,17 +201,19 @@ def standard_error(first: Tensor, second: Tensor) -> float:
 
 
 def blocks(subjects: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tables of rank correlations and of costs."""
+    """Return the tables of rank correlations and of costs. Records of earlier versions have no standard errors."""
     lines, costs = [], []
     for name, found in subjects.items():
         rows = [found["ways"].get(way) for way in WAYS]
         for key in ("held out", "other"):
             each = ["-" if row is None else f"{row[key]:.2f}" for row in rows]
-            errors = [row[f"error, {key}"] for row in rows if row is not None]
-            lines.append([name, key, f"{found['limit'][key]:.2f}", *each, f"{min(errors):.2f} to {max(errors):.2f}"])
+            errors = [row[f"error, {key}"] for row in rows if row is not None and f"error, {key}" in row]
+            best = f"{found['limit'][key]:.2f}" if "limit" in found else "-"
+            error = f"{min(errors):.2f} to {max(errors):.2f}" if errors else "-"
+            lines.append([name, key, found["settings"]["reference"], best, *each, error])
         both = ["-" if row is None else f"{row['ratio']:.2f} / {row['cost']:.1f}" for row in rows]
         costs.append([name, f"{found['eu']:.4f}", *both])
     return {
-        "ranks": table(["posterior", "text", "without noise", *WAYS, "standard error"], lines),
+        "ranks": table(["posterior", "text", "reference", "no noise", *WAYS, "standard error"], lines),
         "costs": table(["posterior", "mean EU", *WAYS], costs),
     }
