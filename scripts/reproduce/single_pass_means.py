@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.models.single_pass.driver import SinglePass
+from hf_bayes.models.single_pass.moments import mean_of
 from scripts.reproduce.report import table
 from scripts.reproduce.small_models import FAMILIES, attached, inputs_of
 
@@ -27,6 +29,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "feed-forward": ("mlp",),
 }
 """Kind -> ends of the names of its modules."""
+
+PASSES = {"second_order=True, 512 draws": 512, "second_order=True, 16 draws": 16}
+"""Name -> number of columns of a single pass with ``second_order=True``."""
 
 WAYS = ("none", *KINDS, "norms and feed-forward", "norms, second order", "norms and feed-forward, second order", "all")
 
@@ -143,7 +148,10 @@ def curvature(draws: Tensor, module: nn.Module, step: float = 1e-3) -> Tensor:
 
 @torch.no_grad()
 def errors_of(family: str) -> dict[str, float]:
-    """Return the error of the mean of the logits, relative to its norm, if some modules add their own error."""
+    """Return the error of the mean of the logits, relative to its norm, if some modules add their own error.
+
+    The passes of ``PASSES`` also have the total variance of the logits over that of the members.
+    """
     build, subspace = FAMILIES[family]
     model = build()
     inputs = inputs_of(model)
@@ -156,7 +164,7 @@ def errors_of(family: str) -> dict[str, float]:
         for some in theta.split(250):
             with bayesian.members.bind(some), hidden.reading():
                 logits.append(bayesian.members.logits(inputs))
-        wanted = torch.cat(logits).mean(0)
+        wanted, variance = torch.cat(logits).mean(0), torch.cat(logits).var(0)
         mean = bayesian.posterior.approximation.means
         at_means = Hidden(bayesian.model, kinds, rows)
         given = {path: mean_of_draws(parts) for path, parts in hidden.inputs.items()}
@@ -184,6 +192,13 @@ def errors_of(family: str) -> dict[str, float]:
             with bayesian.members.bind(mean), hidden.adding(chosen[way]):
                 logits_at_mean = bayesian.members.logits(inputs)[0]
             found[way] = round(float((logits_at_mean - wanted).norm() / wanted.norm()), 3)
+        for name, rank in PASSES.items():
+            covariance = bayesian.posterior.approximation.covariances[0]
+            one = SinglePass(bayesian.members, mean[0], covariance, rank=rank, second_order=True)
+            with one.open():
+                outputs = bayesian.members.forward(inputs).logits
+            found[name] = round(float((mean_of(outputs) - wanted).norm() / wanted.norm()), 3)
+            found[f"{name}: variance"] = round(float(outputs.spread.variance.sum() / variance.sum()), 3)
     return found
 
 
@@ -194,5 +209,5 @@ def means() -> dict[str, Any]:
 
 def means_table(found: Mapping[str, Mapping[str, float]]) -> str:
     """Return the table of errors."""
-    lines = [[family, *(f"{row[way]:.2f}" for way in WAYS)] for family, row in found.items()]
-    return table(["model", *WAYS], lines)
+    shown = (*WAYS, *PASSES, *(f"{name}: variance" for name in PASSES))
+    return table(["model", *shown], [[family, *(f"{row[way]:.2f}" for way in shown)] for family, row in found.items()])

@@ -111,7 +111,8 @@ def blocks(subjects: Mapping[str, Any]) -> dict[str, str]:
     lines = []
     for name, found in subjects.items():
         for way, row in found.get("cross-fitted", {}).items():
-            gap = "-" if way == "mean network" else f"{row['difference']:+.4f} ± {row['error']:.4f}"
+            with_gap = way != "mean network" and "difference" in row
+            gap = f"{row['difference']:+.4f} ± {row['error']:.4f}" if with_gap else "-"
             lines.append([name, way, f"{row['nll']:.3f}", f"{row['accuracy']:.3f}", f"{row['aurc']:.4f}", gap])
     heads = ["posterior", "prediction", "NLL", "accuracy", "AURC", "AURC less the mean network's"]
     return {"scores": table(heads, lines)}

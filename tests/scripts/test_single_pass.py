@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.uncertainty import decompose
+from hf_bayes.uncertainty.decomposition import decompose
 from scripts.reproduce import single_pass_means
 from scripts.reproduce.single_pass_ranks import Group, epistemic, limit
 from scripts.reproduce.single_pass_scores import of_log_probs
