@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """Kind -> ends of the names of its modules."""
 
-PASSES = {"second_order=True, 512 draws": 512, "second_order=True, 16 draws": 16}
+PASSES = {"pass, 512": 512, "pass, 16": 16}
 """Name -> number of columns of a single pass with ``second_order=True``."""
 
 WAYS = ("none", *KINDS, "norms and feed-forward", "norms, second order", "norms and feed-forward, second order", "all")

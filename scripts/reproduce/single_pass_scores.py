@@ -110,7 +110,7 @@ def blocks(subjects: Mapping[str, Any]) -> dict[str, str]:
     """Return the table of scores of all held-out terms."""
     lines = []
     for name, found in subjects.items():
-        for way, row in found.get("cross-fitted", {}).items():
+        for way, row in found.get("scores", {}).items():
             with_gap = way != "mean network" and "difference" in row
             gap = f"{row['difference']:+.4f} ± {row['error']:.4f}" if with_gap else "-"
             lines.append([name, way, f"{row['nll']:.3f}", f"{row['accuracy']:.3f}", f"{row['aurc']:.4f}", gap])
