@@ -1,7 +1,7 @@
 """Accuracy, cost and memory of a single pass, for models that were not trained: the tables of docs/single_pass.md.
 
     python -m scripts.reproduce.single_pass_accuracy            # all tables
-    python -m scripts.reproduce.single_pass_accuracy costs      # one of accuracy, costs, memory
+    python -m scripts.reproduce.single_pass_accuracy costs      # one of the tables
 
 LoRA is in all blocks of small models of each family, with independent weights of one variance, and Monte Carlo over the
 weights gives the variances and means to compare with. Costs and memory are of BERT-like classifiers.
@@ -30,25 +30,21 @@ from benchmarks.table import replaced
 from hf_bayes.models.single_pass.driver import SinglePass
 from hf_bayes.models.single_pass.moments import mean_of
 from scripts.reproduce.report import as_text, table
-from tests.models.single_pass.cases import attached
-from tests.models.single_pass.test_driver import FAMILIES
-from tests.tiny_models import inputs_of
+from scripts.reproduce.single_pass_means import means, means_table
+from scripts.reproduce.small_models import (
+    CLASSIFIER,
+    FAMILIES,
+    attached,
+    inputs_of,
+    member_moments,
+    small,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "single_pass.md"
 RECORD = PAGE.with_suffix(".json")
 VARIANCES = (1e-4, 1e-3, 1e-2)
 DRAWS, RANK = 4000, 512
-
-
-def members_of(bayesian: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance of the logits over draws of the posterior."""
-    theta = bayesian.posterior.approximation.sample(DRAWS, torch.Generator().manual_seed(0))
-    found = []
-    for some in theta.split(250):
-        with bayesian.members.bind(some):
-            found.append(bayesian.members.logits(inputs))
-    logits = torch.cat(found)
-    return logits.mean(0), logits.var(0)
+STRUCTURE_DRAWS = 2000
 
 
 @torch.no_grad()
@@ -59,26 +55,70 @@ def compared(family: str, variance: float) -> dict[str, float]:
     inputs = inputs_of(model)
     found = {}
     with attached(model, subspace, variance) as bayesian:
-        mean, wanted = members_of(bayesian, inputs)
-        gaussian = bayesian.posterior.approximation
+        mean, wanted = member_moments(bayesian, inputs, DRAWS)
         settings: dict[str, dict[str, Any]] = {
             "low rank": {"structure": "low_rank", "rank": RANK},
             "low rank, 16": {"structure": "low_rank", "rank": 16},
             "diagonal": {"structure": "diagonal"},
         }
         for label, options in settings.items():
-            one = SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0], **options)
-            with one.open():
-                logits = bayesian.members.forward(inputs).logits
+            logits = passed(bayesian, inputs, options)
             found[label] = round(float(logits.spread.variance.sum() / wanted.sum()), 3)
         own = mean_of(logits)
         found["mean"] = round(float((mean - own).norm() / own.norm()), 4)
     return found
 
 
+def passed(bayesian: Any, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
+    """Return the moments of the logits in a single pass."""
+    gaussian = bayesian.posterior.approximation
+    one = SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0], **options)
+    with one.open():
+        return bayesian.members.forward(inputs).logits
+
+
 def accuracy() -> dict[str, Any]:
     """Return the figures of each family and weight variance."""
     return {family: {str(v): compared(family, v) for v in VARIANCES} for family in FAMILIES}
+
+
+# -- the structures for small models -----------------------------------------------------------------------------------
+
+SUBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "BERT, head": FAMILIES["head"],
+    "BERT, LoRA on queries and values": FAMILIES["bert"],
+    "BERT, last feed-forward layers and head": (
+        lambda: small("Bert", CLASSIFIER), r"layer\.1\.(intermediate|output)\.dense|classifier",
+    ),
+    "BERT, values of both blocks": (lambda: small("Bert", CLASSIFIER), r"self\.value"),
+    "Llama, LoRA on queries, values and down projections": FAMILIES["llama"],
+    "GPT-2, LoRA on attention and first feed-forward layers": FAMILIES["gpt2"],
+}  # fmt: skip
+
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "full": {"structure": "full"},
+    "full, queries and keys at their means": {"structure": "full", "deterministic_scores": True},
+    "diagonal": {"structure": "diagonal"},
+}
+
+
+@torch.no_grad()
+def structures() -> dict[str, Any]:
+    """Return the ratios of variances to those of members, in total and (for the diagonal structure) the median."""
+    found: dict[str, Any] = {}
+    for name, (build, subspace) in SUBJECTS.items():
+        for variance in (VARIANCES[0], VARIANCES[-1]):
+            model = build()
+            inputs = inputs_of(model, rows=2)
+            row: dict[str, float] = {}
+            with attached(model, subspace, variance) as bayesian:
+                wanted = member_moments(bayesian, inputs, STRUCTURE_DRAWS)[1]
+                for label, options in STRUCTURES.items():
+                    own = passed(bayesian, inputs, options).spread.variance
+                    row[label] = round(float(own.sum() / wanted.sum()), 3)
+                row["median"] = round(float((own / wanted).median()), 3)
+            found.setdefault(name, {})[str(variance)] = row
+    return found
 
 
 # -- cost and memory ---------------------------------------------------------------------------------------------------
@@ -196,6 +236,16 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
             for family, row in record["accuracy"].items()
         ]
         found["accuracy"] = table(["model", *heads, "rank 16, 1e-2", "diagonal, 1e-2"], lines)
+    if "structures" in record:
+        lines = [
+            [name, f"{float(v):.0e}".replace("e-0", "e-"), *(f"{row[key]:.2f}" for key in (*STRUCTURES, "median"))]
+            for name, each in record["structures"].items()
+            for v, row in each.items()
+        ]
+        heads = ["full", "full, queries and keys at their means", "diagonal", "diagonal: median"]
+        found["structures"] = table(["model, random weights", "weight variance", *heads], lines)
+    if "means" in record:
+        found["means"] = means_table(record["means"])
     if "costs" in record:
         lines = [
             [f"{row['width']}, {row['blocks']}", row["random"], *(f"{row[name]:.1f}" for name in WAYS)]
@@ -212,7 +262,9 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-PARTS: dict[str, Callable[[], Any]] = {"accuracy": accuracy, "costs": costs, "memory": memory}
+PARTS: dict[str, Callable[[], Any]] = {
+    "accuracy": accuracy, "structures": structures, "means": means, "costs": costs, "memory": memory,
+}  # fmt: skip
 
 
 def main() -> None:

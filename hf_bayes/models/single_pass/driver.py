@@ -41,6 +41,7 @@ class SinglePass:
         rank: the number of columns of "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
         factors: {path of a module: calibration factor of its noise}; 1 where none is given.
+        second_order: True to add the second order in the noise to the means ("low_rank" only): see ``second_order``.
     Raises:
         ValueError: naming a module or a structure without a rule.
     """
@@ -55,9 +56,14 @@ class SinglePass:
         rank: int | None = None,
         deterministic_scores: bool = False,
         factors: Mapping[str, float] | None = None,
+        second_order: bool = False,
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {structure!r}")
+        if second_order and structure != "low_rank":
+            raise ValueError(
+                f"second_order needs structure='low_rank', got {structure!r}: leave it out, or choose 'low_rank'"
+            )
         rank = rank_for(covariance) if rank is None else rank
         if not is_count(rank):
             raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
@@ -67,7 +73,7 @@ class SinglePass:
                 "the base model with attn_implementation='sdpa', or predict by members"
             )
         self.members, self.structure, self.deterministic_scores = members, structure, deterministic_scores
-        self.rank = rank
+        self.rank, self.second_order = rank, second_order
         drawn = rank if structure == "low_rank" else 0
         self.random = random_modules(members.stacked, members.layout, mean, covariance, drawn)
         self.set_factors(factors or {})
@@ -100,10 +106,9 @@ class SinglePass:
         for item in members.stacked:
             item.remove()
         members.blocked.remove()
-        settings, replaced = (
-            settings_of(self.structure, deterministic_scores=self.deterministic_scores),
-            [(module, vars(module).get("forward")) for module, _ in self.frozen],
-        )
+        how = {"deterministic_scores": self.deterministic_scores, "second_order": self.second_order}
+        settings = settings_of(self.structure, **how)
+        replaced = [(module, vars(module).get("forward")) for module, _ in self.frozen]
         try:
             context.tensors, context.num_members = {}, 1
             for item in self.random:
@@ -143,11 +148,11 @@ def random_modules(
     return [random_module(item, values, parts, 1.0, draws, len(columns)) for item in items]
 
 
-def settings_of(structure: str, *, deterministic_scores: bool = False) -> Any:
+def settings_of(structure: str, *, deterministic_scores: bool = False, second_order: bool = False) -> Any:
     """Return a spread without noise, which has the settings of a pass."""
     empty = torch.zeros(0)
     if structure == "low_rank":
-        return Tangents(None, None, deterministic_scores)
+        return Tangents(None, None, deterministic_scores, second_order)
     if structure == "full":
         return Factors(empty, NoiseSources(), deterministic_scores)
     return Diagonal(empty, None, None, deterministic_scores)

@@ -54,6 +54,7 @@ class SinglePassPredictor:
         structure: the structure of the covariance of hidden states, one of ``driver.STRUCTURES``.
         rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
+        second_order: True to add the second order in the noise to the means ("low_rank" only).
     Raises:
         ValueError: for an unknown link or structure, a posterior that is not Gaussian, or a module without a rule.
     """
@@ -69,12 +70,16 @@ class SinglePassPredictor:
         structure: str = "low_rank",
         deterministic_scores: bool = False,
         rank: int | None = None,
+        second_order: bool = False,
     ) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
         self.link: str | None = link
         gaussian = gaussian_of(model)
-        how: dict[str, Any] = {"structure": structure, "rank": rank, "deterministic_scores": deterministic_scores}
+        how: dict[str, Any] = {
+            "structure": structure, "rank": rank, "deterministic_scores": deterministic_scores,
+            "second_order": second_order,
+        }  # fmt: skip
         self.passes = [
             SinglePass(model.members, mean, covariance, factors=factors_of(model), **how)
             for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True)
@@ -137,6 +142,7 @@ class SinglePassTokens:
         structure: "low_rank" or "diagonal", of ``driver.STRUCTURES``.
         rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
+        second_order: True to add the second order in the noise to the means ("low_rank" only).
     Raises:
         ValueError: for a posterior that is not one Gaussian, or a module without a rule.
     """
@@ -155,6 +161,7 @@ class SinglePassTokens:
         structure: str = "low_rank",
         deterministic_scores: bool = False,
         rank: int | None = None,
+        second_order: bool = False,
     ) -> None:
         if structure == "full":
             raise ValueError("structure='full' has no language models: choose 'low_rank' or 'diagonal'")
@@ -168,7 +175,7 @@ class SinglePassTokens:
         self.mean = gaussian.means
         self.single = SinglePass(
             model.members, gaussian.means[0], gaussian.covariances[0], deterministic_scores=deterministic_scores,
-            factors=factors_of(model), structure=structure, rank=rank,
+            factors=factors_of(model), structure=structure, rank=rank, second_order=second_order,
         )  # fmt: skip
         # a mean and its columns, or a mean, a variance and the features of tokens
         self.tensors_per_state = 1 + self.single.rank if structure == "low_rank" else 3

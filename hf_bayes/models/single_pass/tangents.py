@@ -39,6 +39,7 @@ from hf_bayes.models.single_pass.operations import (
     num_uncertain,
 )
 from hf_bayes.models.single_pass.outer import Outer
+from hf_bayes.models.single_pass.second_order import attention_shift, element_shift, norm_shift
 from hf_bayes.models.single_pass.wide_norms import norm_tangents
 from hf_bayes.uncertainty.likelihoods import widened
 
@@ -52,11 +53,15 @@ class Tangents:
             None if it has no noise.
         outer: the last linear layer, if the tensor is its output; else None.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
+        second_order: True to add the second order to the means behind norms, activations, products and attention.
+        shift: what is still to be added to the mean.
     """
 
     held: Tensor | Later | None
     outer: Outer | None = None
     deterministic_scores: bool = False
+    second_order: bool = False
+    shift: Tensor | None = None
 
     @property
     def columns(self) -> Tensor | None:
@@ -89,9 +94,16 @@ class Tangents:
         outer = self.outer or Outer(None)
         return outer.times(self.columns, vectors)
 
-    def new(self, held: Tensor | Later | None, outer: Outer | None = None) -> Tangents:
-        """Return a spread with the same settings."""
-        return Tangents(held, outer, self.deterministic_scores)
+    def new(
+        self, held: Tensor | Later | None, outer: Outer | None = None, shift: Callable[[], Tensor] | None = None
+    ) -> Tangents:
+        """Return a spread with the same settings; ``shift`` computes the second order of the mean."""
+        added = shift() if shift is not None and self.second_order else None
+        return Tangents(held, outer, self.deterministic_scores, self.second_order, added)
+
+    def shifted(self, mean: Tensor) -> tuple[Tensor, Tangents]:
+        """Return the mean with its second order, and the spread."""
+        return (mean, self) if self.shift is None else (mean + self.shift.to(mean.dtype), replace(self, shift=None))
 
     def at(self, choose: Choose) -> Tangents:
         """Return the spread at chosen rows."""
@@ -102,11 +114,13 @@ class Tangents:
 
     def by_element(self, function: Callable[[Tensor], Tensor], mean: Tensor) -> Tangents:
         """Return the spread behind an elementwise function, for an input with this mean."""
-        return self.new(Later(lambda choose: self.at(choose).roots * slope(function, choose(mean))))
+        found = Later(lambda choose: self.at(choose).roots * slope(function, choose(mean)))
+        return self.new(found, shift=lambda: element_shift(function, mean, self.roots))
 
     def by_norm(self, mean: Tensor, gain: Tensor | None, eps: float, *, centred: bool) -> Tangents:
         """Return the spread behind a LayerNorm (``centred``) or an RMSNorm, for an input with this mean."""
-        return self.new(Later(lambda to: norm_tangents(to(mean), self.at(to).roots, gain, eps, centred=centred)))
+        found = Later(lambda to: norm_tangents(to(mean), self.at(to).roots, gain, eps, centred=centred))
+        return self.new(found, shift=lambda: norm_shift(mean, self.roots, gain, eps, centred=centred))
 
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of the result; see ``Spread``."""
@@ -220,7 +234,8 @@ def _product(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tenso
     first, second = args
     if _are_aligned(args, result):
         x, dx, y, dy = mean_of(first), first.spread, mean_of(second), second.spread
-        return own.new(Later(lambda to: (dx.at(to).roots * to(y)).addcmul_(dy.at(to).roots, to(x))))
+        found = Later(lambda to: (dx.at(to).roots * to(y)).addcmul_(dy.at(to).roots, to(x)))
+        return own.new(found, shift=lambda: (dx.roots * dy.roots).sum(0))
     pairs = ((first, second), (second, first))
     parts = [_beside(x, result) * mean_of(other) for x, other in pairs if spread_of(x) is not None]
     return own.new(parts[0] if len(parts) == 1 else parts[0] + parts[1])
@@ -293,14 +308,19 @@ def _attention(own: Tangents, function: Any, args: Any, kwargs: Any, result: Ten
     if given_columns is None:
         return None
     found = []
+    shift: Any = 0.0
     for index in range(len(given_columns)):  # one column at a time: each has scores [B, H, T, S] of its own
         total: Any = 0.0
         if dq is not None or dk is not None:
-            scores: Any = 0.0 if dq is None else dq[index] @ k.mT
-            scores = weights * scale * (scores if dk is None else scores + q @ dk[index].mT)
+            moved: Any = 0.0 if dq is None else dq[index] @ k.mT
+            moved = scale * (moved if dk is None else moved + q @ dk[index].mT)
+            scores = weights * moved
             total = (scores - weights * scores.sum(-1, keepdim=True)) @ v
+            if own.second_order:
+                pairs = 0.0 if dq is None or dk is None else scale * (dq[index] @ dk[index].mT)
+                shift = shift + attention_shift(weights, moved, pairs, v, None if dv is None else dv[index])
         found.append(total if dv is None else total + weights @ dv[index])
-    return own.new(torch.stack(found))
+    return own.new(torch.stack(found), shift=None if isinstance(shift, float) else lambda: shift)
 
 
 def _heads(value: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:

@@ -9,8 +9,9 @@ from hf_bayes.core.layout import select
 from hf_bayes.distributions.covariance import COVARIANCES, Diagonal
 from hf_bayes.models.linearised import gaussian_outputs
 from hf_bayes.models.single_pass.backward import BackwardPredictor, leading_directions
+from scripts.reproduce.small_models import attached
 from tests.models.linear_cases import random_covariance
-from tests.models.single_pass.cases import DOUBLE, attached, normal
+from tests.models.single_pass.cases import DOUBLE, normal
 from tests.tiny_models import inputs_of, tiny_bert, tiny_vit, with_lora
 
 

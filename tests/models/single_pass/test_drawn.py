@@ -12,10 +12,11 @@ from torch import nn
 from hf_bayes.core.layout import select
 from hf_bayes.distributions.covariance import COVARIANCES, Diagonal, LowRank, dense
 from hf_bayes.models.single_pass.drawn import LEADING, RANK, draws_of, leading_columns, rank_for
+from scripts.reproduce.small_models import FAMILIES, attached, member_moments
 from tests.members import subjects
 from tests.models.linear_cases import random_covariance
-from tests.models.single_pass.cases import DOUBLE, attached, member_moments, normal
-from tests.models.single_pass.test_driver import FAMILIES, run
+from tests.models.single_pass.cases import DOUBLE, normal
+from tests.models.single_pass.test_driver import run
 from tests.tiny_models import inputs_of, tiny_bert, tiny_gpt2, tiny_llama
 
 SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = FAMILIES | {

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForSequenceClassification
 
 from hf_bayes.distributions.covariance import Diagonal
 from hf_bayes.models.single_pass.driver import STRUCTURES, SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.moments import Moments, mean_of
-from tests.members import subjects
-from tests.models.single_pass.cases import DOUBLE, attached, member_moments
-from tests.tiny_models import inputs_of, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
-
-
-def llama_classifier() -> nn.Module:
-    torch.manual_seed(0)
-    config = tiny_llama(hidden_size=8, num_labels=3).config
-    return with_lora(LlamaForSequenceClassification(config).double().eval())
-
-
-FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "bert": (lambda: with_lora(tiny_bert(dtype=DOUBLE)), "trainable"),
-    "vit": (lambda: with_lora(tiny_vit(dtype=DOUBLE)), "trainable"),
-    "llama": (lambda: with_lora(tiny_llama(dtype=DOUBLE)), "trainable"),
-    "llama classifier": (llama_classifier, "trainable"),
-    "gpt2": (lambda: with_lora(tiny_gpt2(dtype=DOUBLE)), "trainable"),
-    "mistral": (lambda: with_lora(subjects.mistral(DOUBLE)), "trainable"),
-    "qwen3": (lambda: with_lora(subjects.qwen3(DOUBLE), target_modules=["v_proj", "down_proj"]), "trainable"),
-    "head": (lambda: tiny_bert(dtype=DOUBLE), "last_layer"),
-}
+from scripts.reproduce.small_models import FAMILIES, attached, member_moments
+from tests.models.single_pass.cases import DOUBLE
+from tests.tiny_models import inputs_of, tiny_bert
 
 
 def run(bayesian: Any, inputs: dict[str, Any], **options: Any) -> Any:

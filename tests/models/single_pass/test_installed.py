@@ -9,7 +9,8 @@ from torch import nn
 from hf_bayes.models.single_pass.driver import SinglePass
 from hf_bayes.models.single_pass.installed import frozen_forward
 from hf_bayes.models.single_pass.moments import mean_of
-from tests.models.single_pass.cases import DOUBLE, attached
+from scripts.reproduce.small_models import attached
+from tests.models.single_pass.cases import DOUBLE
 from tests.tiny_models import batch, tiny_bert, tiny_gpt2, with_lora
 
 MODULES = {

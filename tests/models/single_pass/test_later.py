@@ -11,7 +11,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from hf_bayes.models.single_pass.later import Choose, Later, everything
 from hf_bayes.models.single_pass.moments import Moments
 from hf_bayes.models.single_pass.tangents import Tangents
-from tests.models.single_pass.cases import attached, normal
+from scripts.reproduce.small_models import attached
+from tests.models.single_pass.cases import normal
 
 COLUMNS = normal(3, 2, 5, 4)
 

@@ -11,9 +11,10 @@ import torch
 from hf_bayes import BayesianModelForSequenceClassification, SGHMCConfig
 from hf_bayes.core.layout import select
 from hf_bayes.distributions.covariance import COVARIANCES
+from scripts.reproduce.small_models import attached
 from tests import tiny_models as models
 from tests.models.linear_cases import random_covariance
-from tests.models.single_pass.cases import DOUBLE, attached
+from tests.models.single_pass.cases import DOUBLE
 from tests.models.trained import from_disk
 from tests.runs import label_rows, trainer
 from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora

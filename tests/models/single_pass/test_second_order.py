@@ -1,0 +1,104 @@
+"""The second order of means behind elementwise functions, norms and attention, and through models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_bayes.models.single_pass.driver import SinglePass
+from hf_bayes.models.single_pass.moments import mean_of
+from hf_bayes.models.single_pass.second_order import attention_shift, element_shift, norm_shift
+from scripts.reproduce.small_models import FAMILIES, attached, inputs_of, member_moments
+from tests.models.single_pass.cases import normal
+
+
+def draws(mean: Tensor, columns: Tensor, count: int) -> Tensor:
+    """Draws [count, *shape] of a Gaussian by antithetic pairs, so that the first order cancels."""
+    noise = torch.einsum("ns,s...->n...", normal(count // 2, len(columns), seed=7), columns)
+    return torch.cat([mean + noise, mean - noise])
+
+
+def test_shift_of_a_square_is_its_variance() -> None:
+    mean, columns = normal(5), normal(3, 5, seed=1)
+    assert (element_shift(torch.square, mean, columns) - columns.square().sum(0)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, torch.tanh])
+def test_shifts_of_activations_are_those_of_draws(function: object) -> None:
+    assert callable(function)
+    mean, columns = normal(20), 0.02 * normal(3, 20, seed=1)
+    wanted = function(draws(mean, columns, 100_000)).mean(0) - function(mean)
+    found = element_shift(function, mean, columns)
+    assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()  # 1 % of noise, and the fourth order
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("size", [0.1, 1.0])
+def test_shifts_of_norms_are_those_of_draws(centred: bool, size: float) -> None:
+    mean, columns, gain = normal(4, 32), size / 8**0.5 * normal(8, 4, 32, seed=1), normal(32, seed=2)
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (32,), gain, eps=1e-6) if centred else F.rms_norm(x, (32,), gain, eps=1e-6)
+
+    wanted = norm(draws(mean, columns, 20_000)).mean(0) - norm(mean)
+    found = norm_shift(mean, columns, gain, 1e-6, centred=centred)
+    # the noise is as large as the mean for size 1; without a shift the error is 1
+    assert float((found - wanted).norm() / wanted.norm()) < 0.1
+
+
+def test_shift_of_attention_is_that_of_draws() -> None:
+    q, k, v = (normal(3, 4, seed=i) for i in range(3))
+    dq, dk, dv = (0.05 * normal(3, 4, seed=i) for i in range(3, 6))
+
+    def attention(t: Tensor) -> Tensor:
+        return ((q + t * dq) @ (k + t * dk).mT).softmax(-1) @ (v + t * dv)
+
+    step = torch.tensor(1e-2, dtype=torch.float64)
+    wanted = (attention(step) + attention(-step) - 2 * attention(0 * step)) / (2 * step**2)
+    found = attention_shift((q @ k.mT).softmax(-1), dq @ k.mT + q @ dk.mT, dq @ dk.mT, v, dv)
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()  # a finite difference
+
+
+def logits_of(bayesian: object, inputs: dict[str, Tensor], *, second_order: bool) -> Tensor:
+    gaussian = bayesian.posterior.approximation  # type: ignore[attr-defined]
+    one = SinglePass(
+        bayesian.members,
+        gaussian.means[0],
+        gaussian.covariances[0],
+        rank=128,
+        second_order=second_order,  # type: ignore[attr-defined]
+    )
+    with torch.no_grad(), one.open():
+        return mean_of(bayesian.members.forward(inputs).logits)  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "llama", "gpt2"])
+def test_second_order_changes_nothing_without_variance(family: str) -> None:
+    build, subspace = FAMILIES[family]
+    model = build()
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    with attached(model, subspace, 0.0) as bayesian:
+        assert torch.equal(logits_of(bayesian, inputs, second_order=True), expected)
+
+
+def test_second_order_brings_the_mean_nearer_to_members() -> None:
+    build, subspace = FAMILIES["llama"]
+    model = build()
+    inputs = inputs_of(model, rows=2)
+    with attached(model, subspace, 1e-2) as bayesian:
+        wanted, _variance = member_moments(bayesian, inputs, 1000)
+        first, second = (logits_of(bayesian, inputs, second_order=flag) for flag in (False, True))
+    assert (second - wanted).norm() < 0.5 * (first - wanted).norm()
+
+
+def test_second_order_needs_columns() -> None:
+    with attached(FAMILIES["head"][0](), "last_layer") as bayesian:
+        gaussian = bayesian.posterior.approximation
+        with pytest.raises(ValueError, match="second_order needs structure='low_rank', got 'diagonal'"):
+            SinglePass(
+                bayesian.members, gaussian.means[0], gaussian.covariances[0], structure="diagonal", second_order=True
+            )
