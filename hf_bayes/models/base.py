@@ -175,9 +175,8 @@ class BayesianModel(HostMethods):
         Args:
             options: ``structure`` ("backward" for classifiers and regressions, "low_rank", "diagonal", or "full" for
                 small models that are no language models), ``rank`` of "backward" or "low_rank",
-                ``deterministic_scores`` (True takes queries and keys at their means; not for "backward"),
-                ``second_order`` of "low_rank" (True adds the second order in the noise to the means), and for
-                classifiers and regressions ``link`` (a name of ``gaussian_links.LINKS``).
+                ``deterministic_scores`` (queries and keys at their means; not for "backward"), ``second_order`` of
+                "low_rank" (means to second order), for classifiers and regressions ``link`` (``gaussian_links.LINKS``).
         Raises:
             ValueError: for a posterior that is not Gaussian, or a module without a rule, by its name. The model then
                 predicts as before.
