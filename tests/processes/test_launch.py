@@ -29,6 +29,7 @@ def launch(folder: Path, launcher: list[str], name: str, hosts: int = 1) -> Post
         "dataset": folder / "book.txt",
         "window": 32,
         "output_dir": out,
+        "method": "sghmc",
         "method_args": '{"num_chains": 4, "prior_std": 0.1}',
         "learning_rate": 1e-2,
         "max_steps": 6,
