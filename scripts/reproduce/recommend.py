@@ -66,6 +66,7 @@ def tasks(args: Arguments) -> dict[str, Callable[[], Task]]:
         "clinc_last": lambda: clinc(data, LAST),
         "debian_last": lambda: debian(data, LAST),
         "debian": lambda: debian(data),
+        "tags": lambda: tags(data),
         "tags_last": lambda: tags(data, LAST),
         "shakespeare": lambda: shakespeare(data, Path(args.base)),
     }
