@@ -20,8 +20,8 @@ from benchmarks.table import replaced
 from hf_bayes import IVONConfig, MeanFieldConfig
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.methods.variational.gaussian_vi import GaussianVIConfig
+from scripts.reproduce.exact_widths import NUM_ROWS, Optimum, Regression, fit
 from scripts.reproduce.report import as_text, circumstances, table
-from tests.methods.variational.logistic import NUM_ROWS, Optimum, Regression, fit
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD, PAGE = DOCS / "variational.json", DOCS / "variational.md"

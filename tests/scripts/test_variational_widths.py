@@ -7,8 +7,8 @@ import pytest
 from benchmarks.table import replaced
 from hf_bayes import MeanFieldConfig
 from scripts.reproduce import variational_widths
+from scripts.reproduce.exact_widths import Regression
 from scripts.reproduce.variational_widths import BATCH, LINES, PAGE, RECORD, Line, accuracy, blocks, run
-from tests.methods.variational.logistic import Regression
 
 
 def test_the_table_of_the_page_is_that_of_its_record() -> None:

@@ -13,7 +13,7 @@ from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.distributions.energy import FlatPrior, LaplacePrior
 from hf_bayes.methods.variational.ekf import MOST_PARAMETERS, EKFConfig
-from tests.methods.variational.logistic import DIM, NUM_ROWS, Regression
+from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Regression
 from tests.runs import trainer
 
 TARGET = Regression.with_prior(2.0)

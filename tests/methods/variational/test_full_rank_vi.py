@@ -14,7 +14,7 @@ from hf_bayes.distributions.covariance import dense
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.variational.full_rank_vi import MOST_PARAMETERS, FullRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
-from tests.methods.variational.logistic import Regression, errors, fit
+from scripts.reproduce.exact_widths import Regression, errors, fit
 
 DIM = 5
 

@@ -28,7 +28,7 @@ from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives.spread import SpreadPlan
 from hf_bayes.training import active_run
-from tests.methods.variational.logistic import DIM, NUM_ROWS, Regression
+from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Regression
 from tests.runs import trainer
 
 TARGET = Regression.with_prior(1.0)

@@ -15,7 +15,7 @@ from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
 from hf_bayes.methods.variational.ivon import IVONConfig
-from tests.methods.variational.logistic import Regression, errors, fit
+from scripts.reproduce.exact_widths import Regression, errors, fit
 from tests.runs import trainer
 
 MEAN = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], dtype=torch.float64)

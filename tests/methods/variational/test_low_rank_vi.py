@@ -13,7 +13,7 @@ from hf_bayes.distributions.covariance import dense
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
 from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
-from tests.methods.variational.logistic import Regression, errors, fit
+from scripts.reproduce.exact_widths import Regression, errors, fit
 from tests.methods.variational.test_full_rank_vi import covariance_error
 from tests.runs import trainer
 

@@ -18,8 +18,8 @@ from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.variational import mean_field
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.methods.variational.optimisers import adam
-from tests.methods.variational.logistic import Regression, errors
-from tests.methods.variational.logistic import fit as fit_regression
+from scripts.reproduce.exact_widths import Regression, errors
+from scripts.reproduce.exact_widths import fit as fit_regression
 
 MEAN = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
 STD = torch.tensor([0.3, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
