@@ -27,6 +27,7 @@ from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Evaluation, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
+from hf_bayes.training.own_choices import tell_departure
 from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
 
@@ -123,6 +124,7 @@ class Outcome:
         if found is None:
             return
         active.host.say(found.describe())
+        tell_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
         config = dataclasses.replace(posterior.config, calibration=found.to_dict())
         self.posterior = dataclasses.replace(posterior, config=config)
         if found.prediction == "members":

@@ -19,6 +19,12 @@ from hf_bayes.models.recognition import task_of
 from hf_bayes.objectives.own_settings import Settings
 from hf_bayes.training.compat import TrainerHost, eval_sets, expected_updates
 
+MAX_DEPARTURE = 1.1
+"""The held-out NLL of the draws over that of the chosen rung, above which a run warns."""
+
+NOTABLE_GROWTH = 2.0
+"""The growth of the gradients' variance along the way that a run tells of."""
+
 
 def given_or_recommended(
     method: MethodConfig | None, model: Any, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool
@@ -76,6 +82,24 @@ def tell_ladder(name: str, report: Mapping[str, list[Any]], host: TrainerHost) -
     host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, scale)
 
 
+def tell_departure(name: str, report: Mapping[str, Any], nll: float, host: TrainerHost) -> None:
+    """Warn if the draws predict the held-out rows much worse than their chains did when a ladder's rung was chosen.
+
+    Args:
+        report: diagnostics of the run.
+        nll: nats per held-out term of the draws.
+    """
+    best = min(report.get("ladder_nll") or [math.inf])
+    if nll <= MAX_DEPARTURE * best:
+        return
+    host.warn(
+        "%s: the held-out rows have %.4g nats under the draws, and had %.4g under the chains when T was chosen: the "
+        "chains have left a place that predicted well, and have not arrived. Use larger batches or more updates, or a "
+        "temperature of 0.1 or below",
+        name, nll, best,
+    )  # fmt: skip
+
+
 def tell_step_size(
     record: StepRecord[Any], name: str, problem: Problem, updates_of_epoch: float | None, host: TrainerHost
 ) -> None:
@@ -88,7 +112,9 @@ def tell_step_size(
         updates_of_epoch: None if the data have no length.
         host: writes the message.
     """
-    if "relaxation" not in record.info:
+    if record.step == problem.num_steps:
+        _tell_growth(record.info, name, host)
+    if "gradient_variance" not in record.info:
         return
     relaxation = float(record.info["relaxation"].max())
     left = problem.num_steps - max(problem.burn_in, record.step)
@@ -105,6 +131,20 @@ def tell_step_size(
     else:
         least = math.ceil(problem.num_steps * relaxation / max(left, 1))
         host.warn(text + ". The draws depend on where AdamW ended: one takes a run of %d updates", *values, least)
+
+
+def _tell_growth(info: Info, name: str, host: TrainerHost) -> None:
+    """Say how far noise along the way has made the steps of a finished run smaller."""
+    if "noise_growth" not in info or float(info["noise_growth"].max()) <= NOTABLE_GROWTH:
+        return
+    host.say(
+        "%s: on the way of the chains the variance of a gradient grew, to %.3g times that of their starts at most. "
+        "Their step size fell to %.2g, and a chain now forgets its past in up to %.0f updates",
+        name,
+        float(info["noise_growth"].max()),
+        float(info["step_size"].mean()),
+        float(info["relaxation"].max()),
+    )
 
 
 def describe_trial(info: Info) -> str:

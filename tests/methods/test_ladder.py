@@ -139,6 +139,20 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     assert run.method.temperature == temperatures[best]
 
 
+@pytest.mark.parametrize(("at_choice", "warns"), [(0.5, True), (100.0, False)])
+def test_draws_that_left_a_good_place_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_choice: float, warns: bool
+) -> None:
+    """The score at the choice is planted; that of the draws, log 3 about, is their own."""
+    monkeypatch.setattr(
+        "hf_bayes.objectives.model_objective.ModelObjective.heldout", lambda *args, **kwargs: (at_choice, None)
+    )
+    run = trainer(tmp_path, config(ladder={"temperature": [1.0, 0.25]}, **WARM), learning_rate=None)
+    run.train()
+    nll = run.posterior.config.calibration["nll"]
+    assert (f"{nll:.4g} nats under the draws, and had 0.5 under the chains when T" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("best", [0, 1])
 def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int

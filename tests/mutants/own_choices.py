@@ -7,7 +7,7 @@ from tests.mutants.fault import Fault
 WHITENED = "methods/sgmcmc/test_whitening.py::"
 DIRECTIONS = f"{WHITENED}test_all_directions_have_the_posteriors_variance[1.0-sghmc]"
 STEP_SIZE = f"{WHITENED}test_the_step_size_is_that_of_the_allowed_heating"
-HOT = f"{WHITENED}test_a_chain_that_heats_takes_smaller_steps[True]"
+HOT = f"{WHITENED}test_a_chain_that_heats_takes_smaller_steps[heat]"
 ROOTS = "methods/sgmcmc/test_covariance_roots.py::"
 
 # fmt: off
@@ -20,7 +20,7 @@ OWN_CHOICES = (
     Fault("whitening: the precision of the prior is left out of the root", "methods/sgmcmc/whitening.py",
           "temper(curvature, precision, ", "temper(curvature, 0 * precision, ", (DIRECTIONS,)),
     Fault("whitening: the heating is no share of T", "methods/sgmcmc/whitening.py",
-          "config.heating * config.temperature", "config.heating", (STEP_SIZE,)),
+          "self.config.heating * self.config.temperature", "self.config.heating", (STEP_SIZE,)),
     Fault("whitening: pairs of minibatches count twice", "methods/sgmcmc/laplace_trial.py",
           "change[:, 1] - change[:, 0]], 1).square() / 2", "change[:, 1] - change[:, 0]], 1).square()", (STEP_SIZE,)),
     Fault("whitening: a control variate without the gradient of all rows", "methods/sgmcmc/whitening.py",
@@ -31,10 +31,16 @@ OWN_CHOICES = (
           ("methods/sgmcmc/test_laplace_trial.py::test_the_choice_follows_from_slope_and_variances",)),
     Fault("whitening: directions that the prior rules count in V", "methods/sgmcmc/whitening.py",
           "roots.of_prior(variance) / 2", "roots.of_prior(variance) * 2", (STEP_SIZE,)),
-    Fault("whitening: no guard against heat", "methods/sgmcmc/whitening.py",
+    Fault("whitening: no guard against heat", "methods/sgmcmc/step_control.py",
           "MAX_HEAT = 1.5", "MAX_HEAT = math.inf", (HOT,)),
-    Fault("whitening: a chain that is too hot keeps its step size", "methods/sgmcmc/whitening.py",
+    Fault("whitening: a chain that is too hot keeps its step size", "methods/sgmcmc/step_control.py",
           "SHRINKAGE = 0.8", "SHRINKAGE = 1.0", (HOT,)),
+    Fault("whitening: noise that grows along the way leaves the step as it was", "methods/sgmcmc/step_control.py",
+          "MAX_GROWTH = 2.0", "MAX_GROWTH = math.inf",
+          (f"{WHITENED}test_noise_that_grows_along_the_way_shrinks_the_step[True]",)),
+    Fault("whitening: a chain that was moved keeps the gradient of its old place", "methods/sgmcmc/step_control.py",
+          "noise._replace(num_seen=torch.zeros_like(noise.num_seen))", "noise",
+          ("methods/sgmcmc/test_step_control.py::test_a_chain_that_was_moved_begins_a_new_pair",)),
     Fault("whitening: the rows of a micro-batch measure the curvature pass", "methods/sgmcmc/whitening.py",
           "problem.num_steps * problem.update_fraction", "problem.num_steps * problem.batch_fraction",
           ("training/test_own_choices.py::test_chains_do_not_depend_on_how_an_update_is_cut[0]",)),

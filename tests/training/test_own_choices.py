@@ -26,6 +26,7 @@ from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives import own_settings, starting
 from hf_bayes.objectives.range_test import RATES, TrialPlan
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training import own_choices
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
@@ -124,9 +125,31 @@ def test_a_sampler_measures_before_it_moves(tmp_path: Path) -> None:
     run = trainer(tmp_path, SGHMCConfig(num_chains=2, warm_start_steps=4, warm_start_learning_rate=0.01))
     run.train()
     logs = {int(log["step"]): log for log in run.state.log_history if "relaxation/chain_0" in log}
-    assert list(logs) == [9]  # four updates of AdamW, four minibatches for the noise, the first update that samples
+    assert min(logs) == 9  # four updates of AdamW, four minibatches for the noise, the first update that samples
+    assert "gradient_variance/chain_0" in logs[9]
+    assert not any("gradient_variance/chain_0" in log for step, log in logs.items() if step != 9)
     assert not any("learning_rate" in log for log in logs.values())  # it would be 1
-    assert logs[9]["relaxation/chain_0"] == pytest.approx(0.1 / logs[9]["step_size/chain_0"] ** 2, rel=1e-4)
+    for log in logs.values():
+        assert log["relaxation/chain_0"] == pytest.approx(0.1 / log["step_size/chain_0"] ** 2, rel=1e-4)
+
+
+def test_a_run_whose_noise_has_grown_tells_its_last_step_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    method = SGHMCConfig(num_chains=2, warm_start_steps=4, warm_start_learning_rate=0.01)
+    for notable in (1e6, 0.0):
+        monkeypatch.setattr(own_choices, "NOTABLE_GROWTH", notable)
+        caplog.clear()
+        run = trainer(tmp_path, method)
+        run.train()
+        found = re.findall(r"grew, to (\S+) times .* step size fell to (\S+), and .* up to (\d+) updates", caplog.text)
+        assert len(found) == (notable == 0)
+    growth, step_size, relaxation = map(float, found[0])
+    state = run.run.state
+    assert growth > 0
+    assert step_size == pytest.approx(float(state.step_size.mean()), rel=0.05)  # printed with two digits
+    assert relaxation == pytest.approx(float((0.1 / state.step_size**2).max()), abs=0.5)
 
 
 def test_a_run_too_short_to_forget_its_start_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

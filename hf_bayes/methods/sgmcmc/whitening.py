@@ -14,10 +14,8 @@ The chain stands at theta_0, the end of its warm start. Three things happen ther
 
        h^2 = 2 heating T (1 - beta) / V          at most ``MAX_STEP``^2
 
-A model is no Gaussian: where the chain goes, directions may be stiffer than at theta_0 (the curvature of LoRA's A grows
-with B), and the momenta then heat. An update that finds the kinetic temperature of a chain above ``MAX_HEAT`` times its
-law scales momenta and move back to that law, and every ``PATIENCE``-th update that does so shrinks h by ``SHRINKAGE``.
-A chain in equilibrium is six standard deviations away from that, so its target does not change.
+A model is no Gaussian: where the chain goes, curvature and noise may be larger than at theta_0. Its steps then become
+smaller (``step_control``).
 
 A direction of curvature 1 forgets its past in (1 - beta) / h^2 updates, the *relaxation* of the chain. The updates
 after burn-in, divided by the relaxation, are the independent draws that a run can buy.
@@ -43,25 +41,15 @@ from hf_bayes.core.types import AllRows, DataPass, Evaluation, Info, Problem, Rn
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
-from hf_bayes.methods.sgmcmc import laplace_trial
+from hf_bayes.methods.sgmcmc import laplace_trial, step_control
 from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, KroneckerRoots, Roots
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.laplace_trial import Choice, Trial
+from hf_bayes.methods.sgmcmc.step_control import PathNoise
 
 MAX_STEP = 0.2
 """The largest h. In a direction of curvature 1 the discretisation then adds h^2 / (2 (1 + beta)) = 1 % to the variance
 (beta = .9, ``sghmc``)."""
-
-MAX_HEAT = 1.5
-"""The kinetic temperature over its law above which a step is too large. The mean over d momenta has a relative standard
-deviation of sqrt(2 / d). Six of these exceed 50 % below 288 parameters, and the mark is higher there."""
-
-SHRINKAGE = 0.8
-"""The factor of h after an update that was too hot."""
-
-PATIENCE = 10
-"""Updates between two changes of h: energy that a step too large has stored in theta takes as long to drain, at
-beta = .9."""
 
 MAX_MEASURED = 24
 """The largest number of minibatches that V is measured from, at two points each. They give 12 pairs. In a single
@@ -97,6 +85,10 @@ class Whitening(NamedTuple):
     trial_slope: Tensor
     trial_num_taken: Tensor
     """A ``laplace_trial.Trial``; ``trial_num_taken`` is one more after the first update that samples."""
+    path_previous: Tensor
+    path_num_seen: Tensor
+    path_variance: Tensor
+    """A ``step_control.PathNoise``; zero before the choice."""
 
 
 def num_measured(num_steps: int) -> int:
@@ -176,7 +168,8 @@ class WhitenedSampler:
         rows, zeros = len(theta), torch.zeros_like(theta)
         direction = math.sqrt(self.config.temperature) * randn(rngs, theta)
         numbers = theta.new_full((rows,), MAX_STEP), theta, direction, zeros, theta.new_zeros(rows, 7)
-        own = Whitening(theta.new_zeros(rows, self.roots.size), *numbers, *laplace_trial.begin(theta))
+        path = step_control.begin(theta.new_zeros(rows), theta.shape[1])
+        own = Whitening(theta.new_zeros(rows, self.roots.size), *numbers, *laplace_trial.begin(theta), *path)
         return _joined(theta, own, self.sampler.init(zeros, spare_generators(rngs)))
 
     def find_root(self, state: Any, data_pass: DataPass) -> Any:
@@ -198,10 +191,7 @@ class WhitenedSampler:
 
     def choose(self, state: Any, data_pass: DataPass) -> Any:
         """Return the state at the start that the trial has chosen, with the step size."""
-        config = self.config
-        friction = 1 - float(getattr(config, "momentum", 0.0))
-        unit = 2 * config.heating * config.temperature * friction
-        found = laplace_trial.choose(_trial(state), unit / MAX_STEP**2)
+        found = laplace_trial.choose(_trial(state), self._allowed / MAX_STEP**2)
         all_rows = None
         if bool(found.anchored.any()):
             all_rows = data_pass(state.origin, AllRows(), gradient=True)
@@ -209,16 +199,18 @@ class WhitenedSampler:
         move = self.roots.product(state.root, state.direction)
         return state._replace(
             theta=torch.where(found.fits[:, None], state.origin + move, state.origin),
-            step_size=(unit / found.variance).sqrt(),
+            step_size=(self._allowed / found.variance).sqrt(),
             all_rows=state.all_rows if all_rows is None else torch.where(found.anchored[:, None], all_rows, 0.0),
             choices=torch.stack([part.to(state.theta) for part in found], 1),
             trial_previous=torch.zeros_like(state.trial_previous),
+            path_variance=found.variance.to(state.theta),
         )
 
     def rescale(self, state: Any, ratio: float) -> Any:
         """Return the state of the same chains at ``ratio`` times the temperature: in v, a Gaussian around theta_0."""
         factor = math.sqrt(ratio)
-        own = _own(state)._replace(step_size=(factor * state.step_size).clamp_max(MAX_STEP))
+        own = _with_path(_own(state), step_control.moved(_path(state)))
+        own = own._replace(step_size=(factor * state.step_size).clamp_max(MAX_STEP))
         theta = state.origin + factor * (state.theta - state.origin)
         return _joined(theta, own, self.sampler.rescale(inner_state(state), ratio))
 
@@ -235,9 +227,15 @@ class WhitenedSampler:
         after, info = self.sampler.update(before, Evaluation(log_density, scale * gradient), lr * peak, rngs)
         if hasattr(after, "momentum") and int(after.step[0]) % RULED_PERIOD == 0:  # the same for all chains
             info = info | {"kinetic_temperature_ruled": self._ruled_temperature(state, after.momentum)}
-        own, after = _cooled(_own(state), before, after, info)
+        own = _with_path(_own(state), self._path_after(state, gradient))
+        step_size = step_control.step_for_noise(own.step_size, _path(own), self._allowed)
+        law = info.get("kinetic_temperature_law")
+        if law is not None and hasattr(after, "momentum"):
+            step_size, after = step_control.cooled(step_size, before, after, law)
+        own = own._replace(step_size=step_size)
         theta = state.theta + self.roots.product(state.root, scale * (after.theta - before.theta))
-        info = info | {"step_size": own.step_size}
+        growth = own.path_variance / _choice(state).variance
+        info |= {"step_size": step_size, "relaxation": relaxation_of(self.config, step_size), "noise_growth": growth}
         if count == self.num_measured:
             own, info = own._replace(trial_num_taken=state.trial_num_taken + 1), info | self._account(state)
         return _joined(theta, own, after), info
@@ -257,6 +255,17 @@ class WhitenedSampler:
         if int(trial.num_taken[0]) < self.num_measured:
             return state
         return _joined(state.theta, _own(state), self.sampler.init(torch.zeros_like(state.theta), rngs))
+
+    @property
+    def _allowed(self) -> float:
+        """h^2 V of the heating that is allowed."""
+        friction = 1 - float(getattr(self.config, "momentum", 0.0))
+        return 2 * self.config.heating * self.config.temperature * friction
+
+    def _path_after(self, state: Any, gradient: Tensor) -> PathNoise:
+        """Return the noise along the way with the gradient of one more update."""
+        ruled = _ruled_by_data(self.roots, state.root, self.problem)
+        return step_control.take(_path(state), self.roots.along_axes(state.root, gradient), ruled)
 
     def _ruled_temperature(self, state: Any, momentum: Tensor) -> Tensor:
         """Return [M] the kinetic temperature along the directions that the data rule, where minibatches heat."""
@@ -281,24 +290,7 @@ class WhitenedSampler:
         """Return what the trial has found, and what follows, for messages."""
         found = _choice(state)
         named = {f"trial_{name}": value.to(state.theta) for name, value in found._asdict().items()}
-        relaxation = relaxation_of(self.config, state.step_size)
-        return named | {"gradient_variance": found.variance, "relaxation": relaxation}
-
-
-def _cooled(own: Whitening, before: Any, state: Any, info: Info) -> tuple[Whitening, Any]:
-    """Return the fields and the sampler's state of an update, with a smaller move for the chains that are too hot."""
-    law = info.get("kinetic_temperature_law")
-    if law is None or not hasattr(state, "momentum"):
-        return own, state
-    heat = state.momentum.square().mean(1) / law
-    is_hot = heat > max(MAX_HEAT, 1 + 6 * math.sqrt(2 / state.momentum.shape[1]))
-    if not bool(is_hot.any()):
-        return own, state
-    cooling = torch.where(is_hot, heat.rsqrt(), 1.0)[:, None]
-    factor = SHRINKAGE if int(state.step[0]) % PATIENCE == 0 else 1.0  # all chains have done the same updates
-    step_size = torch.where(is_hot, factor * own.step_size, own.step_size)
-    moved = before.theta + cooling * (state.theta - before.theta)
-    return own._replace(step_size=step_size), state._replace(theta=moved, momentum=cooling * state.momentum)
+        return named | {"gradient_variance": found.variance}
 
 
 def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSpec]:
@@ -336,6 +328,14 @@ def _own(state: Any) -> Whitening:
 
 def _trial(state: Any) -> Trial:
     return Trial(*(getattr(state, f"trial_{field}") for field in Trial._fields))
+
+
+def _path(state: Any) -> PathNoise:
+    return PathNoise(*(getattr(state, f"path_{field}") for field in PathNoise._fields))
+
+
+def _with_path(own: Whitening, path: PathNoise) -> Whitening:
+    return own._replace(**{f"path_{name}": value for name, value in path._asdict().items()})
 
 
 def _choice(state: Any) -> Choice:
