@@ -15,6 +15,10 @@ not show what a high temperature gains from more of them: on real data, they cho
 chains that find their own step size, and so know their mode, and rungs that differ in temperature. Otherwise a rung is
 judged by its own chains, at ``NUM_LOOKS`` times.
 
+The choice comes early, and a chain may need longer than burn-in to arrive at a high temperature. Where it arrives may
+predict worse than the places on its way. So held-out rows look at chains that can be scaled again, after each quarter
+of the draws: while the next lower temperature is better, T falls. Draws from before are scaled, too, at the end.
+
 Draws at T < 1 are draws of a tempered posterior. Choosing T by held-out rows does not make them draws of the posterior.
 """
 
@@ -31,6 +35,9 @@ from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
 from hf_bayes.core.types import DataPass, Evaluation, FinalPassResult, HeldOut, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
+
+NUM_REVIEWS = 4
+"""Reviews of a chosen temperature, the last one of them after the last draw."""
 
 NUM_LOOKS = 4
 """Looks at the chains of a rung that is judged by its own chains alone."""
@@ -75,14 +82,15 @@ def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[Lange
     scales = problem.own_step_size and len({rung.temperature for rung in rungs}) == len(rungs)
     num_looks = 1 if scales else NUM_LOOKS
     looks = tuple(choice - quarter * look // num_looks for look in reversed(range(num_looks)))
-    ladder = _Ladder(config, rungs, looks, scales)
+    draws = tuple(problem.draw_steps)
+    ladder = _Ladder(config, rungs, looks, scales, draws, _reviews(draws, choice) if scales else ())
     own = {step for rung in rungs for step in rung.rule.early_passes}
     if own and max(own) >= ladder.looks[0]:
         raise ValueError(
             f"{config.name}: the chains measure their noise until update {max(own)}, and the ladder looks at them from "
             f"update {ladder.looks[0]}: raise burn_in, or lower warm_start_steps"
         )
-    passes = own | set(ladder.looks)
+    passes = own | set(ladder.looks) | set(ladder.reviews)
     return Rule(
         ladder.init,
         ladder.locate,
@@ -92,6 +100,12 @@ def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[Lange
         {step: ladder.pass_after(step) for step in sorted(passes)},
         ladder.anchor,
     )
+
+
+def _reviews(draws: tuple[int, ...], choice: int) -> tuple[int, ...]:
+    """Return the draws after which a choice is reviewed, without the last one: each quarter of all draws."""
+    quarters = {draws[-(-len(draws) * part // NUM_REVIEWS) - 1] for part in range(1, NUM_REVIEWS)}
+    return tuple(sorted(step for step in quarters if choice < step < draws[-1]))
 
 
 def _rung(
@@ -122,12 +136,16 @@ class _Ladder:
         rungs: the rungs.
         looks: the numbers of updates after which the chains are looked at; the choice follows the last one.
         scales: a rung is judged by all chains, scaled to its temperature.
+        draws: the numbers of updates that end in a draw.
+        reviews: those after which the choice is reviewed.
     """
 
     config: LangevinConfig
     rungs: tuple[Rung, ...]
     looks: tuple[int, ...]
     scales: bool
+    draws: tuple[int, ...]
+    reviews: tuple[int, ...]
 
     def init(self, theta: Tensor, rngs: Rngs) -> Any:
         """Return the state before the first update."""
@@ -137,7 +155,8 @@ class _Ladder:
         parts = [
             (rows, self.rungs[index].rule.init(theta[rows], [rngs[row] for row in rows])) for index, rows in _groups(on)
         ]
-        own = {"ladder_rung": on, "ladder_looks": looks, "ladder_nll": nll}
+        drawn = on[:, None].repeat(1, len(self.draws))
+        own = {"ladder_rung": on, "ladder_looks": looks, "ladder_nll": nll, "ladder_drawn": drawn}
         return joined_state(own, _merged(parts))
 
     def locate(self, state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
@@ -180,25 +199,58 @@ class _Ladder:
                 looks = state.ladder_looks.clone()
                 looks[:, self.looks.index(step)] = state.theta
                 state = state._replace(ladder_looks=looks)
-            return self._choose(state, data_pass) if step == self.looks[-1] else state
+            if step == self.looks[-1]:
+                return self._choose(state, data_pass)
+            return self._review(state, step, data_pass) if step in self.reviews else state
 
         return early_pass
 
     def _choose(self, state: Any, data_pass: DataPass) -> Any:
         """Return the state with all chains on the best rung."""
         nll = torch.empty(len(self.rungs), dtype=torch.float64)
-        members = len(state.theta) * self.config.draws_per_chain
         for index, rows in _groups(state.ladder_rung):
             if self.scales:
-                draws = self._scaled(state, self.rungs[index]).theta
+                nll[index] = self._nll_at(state, index, data_pass)
             else:
-                draws = state.ladder_looks[rows].flatten(0, 1)
-            nll[index] = data_pass(draws, HeldOut("all", members), gradient=False)[0]
-        best = int(nll.argmin())
-        return self._scaled(state, self.rungs[best])._replace(
-            ladder_rung=torch.full_like(state.ladder_rung, best),
+                nll[index] = self._nll(state.ladder_looks[rows].flatten(0, 1), "all", data_pass)
+        state = self._on_rung(state, int(nll.argmin()), self.looks[-1])
+        return state._replace(
             ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone(),
             ladder_looks=torch.zeros_like(state.ladder_looks),
+        )
+
+    def _review(self, state: Any, step: int, data_pass: DataPass) -> Any:
+        """Return the state on the next rung of a lower temperature while that is better, judged by half of the rows."""
+        rung = int(state.ladder_rung[0])
+        nll = None
+        while (lower := self._below(rung)) is not None:
+            nll = self._nll_at(state, rung, data_pass, "even") if nll is None else nll
+            other = self._nll_at(state, lower, data_pass, "even")
+            if not other < nll:
+                break
+            rung, nll = lower, other
+        return self._on_rung(state, rung, step)
+
+    def _below(self, index: int) -> int | None:
+        """Return the rung of the next lower temperature, if there is one."""
+        lower = [k for k, rung in enumerate(self.rungs) if rung.temperature < self.rungs[index].temperature]
+        return max(lower, key=lambda k: self.rungs[k].temperature, default=None)
+
+    def _nll_at(self, state: Any, index: int, data_pass: DataPass, rows: str = "all") -> float:
+        """Return the held-out NLL of all chains at the temperature of a rung."""
+        return self._nll(self._scaled(state, self.rungs[index]).theta, rows, data_pass)
+
+    def _nll(self, draws: Tensor, rows: str, data_pass: DataPass) -> float:
+        members = self.config.num_chains * self.config.draws_per_chain
+        nats: float = data_pass(draws, HeldOut(rows, members), gradient=False)[0]
+        return nats
+
+    def _on_rung(self, state: Any, index: int, step: int) -> Any:
+        """Return the state with all chains, and the draws after update ``step``, on a rung."""
+        later = torch.tensor([at > step for at in self.draws], device=state.ladder_drawn.device)
+        return self._scaled(state, self.rungs[index])._replace(
+            ladder_rung=torch.full_like(state.ladder_rung, index),
+            ladder_drawn=torch.where(later, index, state.ladder_drawn),
         )
 
     def _scaled(self, state: Any, rung: Rung) -> Any:
@@ -211,18 +263,36 @@ class _Ladder:
 
     def finish(self, state: Any, draws: Tensor) -> Any:
         """Return the draws of all chains."""
-        return self.rungs[int(state.ladder_rung[0])].rule.finish(inner_state(state), draws)
+        rung = self.rungs[int(state.ladder_rung[0])]
+        return rung.rule.finish(inner_state(state), self._draws_on(rung, state, draws))
 
     def final_pass(self, state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
         """Return the draws, the held-out scores of the rungs, and the settings that were chosen."""
+        if self.scales and draws.shape[1] == len(self.draws):  # a run that was stopped has fewer
+            state = self._review(state, self.draws[-1], data_pass)
         chosen = self.rungs[int(state.ladder_rung[0])]
         report = {
             "ladder_temperature": [rung.temperature for rung in self.rungs],
             "ladder_prior_scale": [rung.prior_scale for rung in self.rungs],
             "ladder_nll": state.ladder_nll[0].tolist(),
+            "ladder_drawn_at": [self.rungs[index].temperature for index in state.ladder_drawn[0].tolist()],
         }
         fields = {"ladder": None, "temperature": chosen.temperature}
         return FinalPassResult(self.finish(state, draws), report, None, fields, chosen.prior_scale)
+
+    def _draws_on(self, rung: Rung, state: Any, draws: Tensor) -> Tensor:
+        """Return all draws [M, S, d] at the temperature of a rung; some were taken at a higher one."""
+        if not self.scales:
+            return draws
+        whole, found = inner_state(state), []
+        for drawn, theta in zip(state.ladder_drawn[0].tolist(), draws.unbind(1), strict=False):
+            ratio = rung.temperature / self.rungs[drawn].temperature
+            moved = theta
+            if ratio != 1:
+                there = whole._replace(theta=theta.to(whole.theta))
+                moved = self.rungs[drawn].rule.rescale(there, ratio).theta.to(theta)
+            found.append(moved)
+        return torch.stack(found, 1)
 
     def _parts(self, state: Any) -> list[tuple[list[int], Rung, Any]]:
         """Return the rows of each rung that has chains, the rung, and the state of its method."""

@@ -70,16 +70,25 @@ def settled(method: MethodConfig, result: FinalPassResult, model: BayesianModel)
     return replace(method, **fields) if fields else method
 
 
-def tell_ladder(name: str, report: Mapping[str, list[Any]], host: TrainerHost) -> None:
-    """Say which rung of a ladder the held-out rows have chosen."""
+def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost) -> None:
+    """Say which rung of a ladder the held-out rows have chosen, and if a lower one was better later."""
+    report = result.report
     if "ladder_nll" not in report:
         return
     rungs = list(zip(report["ladder_temperature"], report["ladder_prior_scale"], report["ladder_nll"], strict=True))
-    temperature, scale, _ = min(rungs, key=lambda rung: rung[2])
     scores = ", ".join(f"T = {t:g} and prior scale {s:g}: {nll:.4f}" for t, s, nll in rungs)
     host.say("%s: held-out nats of the ladder's rungs: %s", name, scores)
+    first, temperature = report["ladder_drawn_at"][0], (result.fields or {})["temperature"]
+    if first != temperature:
+        host.say(
+            "%s: T = %g was chosen, but with more updates the chains predicted the held-out rows better at lower "
+            "temperatures: T fell to %g, and draws from before are scaled to it",
+            name,
+            first,
+            temperature,
+        )
     words = "the posterior" if temperature == 1 else f"the posterior tempered at T = {temperature:g}, not the posterior"
-    host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, scale)
+    host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, result.prior_scale)
 
 
 def tell_departure(name: str, report: Mapping[str, Any], nll: float, host: TrainerHost) -> None:
