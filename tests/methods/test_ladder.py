@@ -118,8 +118,10 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     asked: list[Tensor] = []
 
     def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
+        assert what.num_members == 8
+        if what.part != "all":  # of a review: no temperature is better than another
+            return 0.0, None
         asked.append(theta.clone())
-        assert what == HeldOut("all", 8)
         return (0.0 if len(asked) - 1 == best else 1.0), None
 
     monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
@@ -137,6 +139,47 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     (choice,) = [step for step, theta in enumerate(watch.theta, 1) if torch.equal(theta, unscaled)]
     assert choice == 4 + 3 * ((run.active.problem.burn_in - 4) // 4)
     assert run.method.temperature == temperatures[best]
+
+
+@pytest.mark.parametrize("falls_after", [1, 3, 4, None])
+def test_a_temperature_falls_when_a_lower_one_becomes_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, falls_after: int | None
+) -> None:
+    """Check four reviews, the last of them after the last draw. The scores are planted; the third rung never wins."""
+    seen: list[Tensor] = []
+    temperatures = [1.0, 0.25, 0.04, 1e-4]
+    choice: list[float] = []
+
+    def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
+        if what.part == "all":
+            choice.append(float(len(choice)))
+            return choice[-1], None
+        seen.append(theta.clone())
+        reviews = math.inf if falls_after is None else 2 * falls_after - 2
+        return {0: 1.0, 1: 0.5}.get(len(seen) - 1 - reviews, 2.0 + len(seen)), None
+
+    monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
+    settings = config(ladder={"temperature": temperatures}, draws_per_chain=4, **WARM)
+    run = trainer(tmp_path, settings, learning_rate=None, max_steps=60)
+    run.train()
+    assert run.method.temperature == (1.0 if falls_after is None else 0.25)
+    origin, raw = run.run.state.origin[:, None], torch.stack(run.run.draws, 1)
+    kept = run.posterior.approximation.theta.unflatten(0, (4, 4))
+    before = 0 if falls_after is None else falls_after
+    torch.testing.assert_close(kept[:, :before] - origin, 0.5 * (raw[:, :before] - origin))
+    assert torch.equal(kept[:, before:], raw[:, before:])
+    if falls_after is not None:
+        now, lower, lowest = seen[2 * falls_after - 2 :][:3]
+        assert torch.equal(now, raw[:, falls_after - 1])
+        torch.testing.assert_close(lower - origin[:, 0], 0.5 * (now - origin[:, 0]))
+        torch.testing.assert_close(lowest - origin[:, 0], 0.2 * (now - origin[:, 0]))
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, ()), (2, (10,)), (4, (10, 20, 30)), (9, (30, 50, 70))])
+def test_a_choice_is_reviewed_after_each_quarter(count: int, expected: tuple[int, ...]) -> None:
+    draws = tuple(range(10, 10 * count + 1, 10))
+    assert ladder._reviews(draws, 5) == expected
+    assert ladder._reviews(draws, 25) == tuple(step for step in expected if step > 25)
 
 
 @pytest.mark.parametrize(("at_choice", "warns"), [(0.5, True), (100.0, False)])

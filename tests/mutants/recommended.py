@@ -6,11 +6,12 @@ from tests.mutants.fault import Fault
 
 LADDER = "methods/test_ladder.py::"
 CHOICE = f"{LADDER}test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture"
+FALLS = f"{LADDER}test_a_temperature_falls_when_a_lower_one_becomes_better"
 
 # fmt: off
 RECOMMENDED = (
     Fault("ladder: the worst rung is chosen", "methods/ladder.py",
-          "best = int(nll.argmin())", "best = int(nll.argmax())", (CHOICE,)),
+          "int(nll.argmin())", "int(nll.argmax())", (CHOICE,)),
     Fault("ladder: only the first chain of a rung is looked at", "methods/ladder.py",
           "state.ladder_looks[rows].flatten(0, 1)", "state.ladder_looks[rows[:1]].flatten(0, 1)", (CHOICE,)),
     Fault("ladder: a chain that changes its temperature is not scaled", "methods/ladder.py",
@@ -19,6 +20,10 @@ RECOMMENDED = (
     Fault("ladder: a temperature is judged by its own chains only", "methods/ladder.py",
           "if self.scales:", "if False:",
           (f"{LADDER}test_a_temperature_is_judged_by_all_chains_scaled_to_it",)),
+    Fault("ladder: a choice is not reviewed after the last draw", "methods/ladder.py",
+          "if self.scales and draws.shape[1] == len(self.draws):", "if False:", (f"{FALLS}[4]",)),
+    Fault("ladder: draws from before a fall stay at the higher temperature", "methods/ladder.py",
+          "if ratio != 1:", "if False:", (f"{FALLS}[1]", f"{FALLS}[3]")),
     Fault("ladder: the record keeps the temperature of before", "methods/ladder.py",
           '{"ladder": None, "temperature": chosen.temperature}', '{"ladder": None}',
           (f"{LADDER}test_the_record_and_the_rest_of_the_run_have_the_chosen_settings",)),
