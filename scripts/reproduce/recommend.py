@@ -106,6 +106,8 @@ class Bench:
             found = evaluate(trainer.bayesian, sets, self.task.case, default_data_collator, batch_size=100)
             config = trainer.posterior.config
             calibration, chosen = config.calibration, config.method.get("temperature")
+            choice = ("ladder_temperature", "ladder_nll", "ladder_drawn_at")
+            ladder = {name: config.diagnostics[name] for name in choice if name in config.diagnostics}
             trainer.bayesian.detach()
         test = found.pop("test")
         results = evaluation_results(test, found, self.task.case.figures)
@@ -120,7 +122,7 @@ class Bench:
             "seconds": round(seconds), "gradients": UPDATES * candidate.method.num_chains, "cost": candidate.cost,
             "temperature": calibration.get("temperature", 1.0),
             "posterior_temperature": chosen, "heldout_nll": calibration.get("calibrated_nll"),
-            "heldout_plain_nll": calibration.get("nll"), **rates,
+            "heldout_plain_nll": calibration.get("nll"), **rates, **ladder,
             "rows": np.round(1000 * row_means(test["nll"])).astype(int).tolist(),
         }  # fmt: skip
 
