@@ -15,9 +15,10 @@ not show what a high temperature gains from more of them: on real data, they cho
 chains that find their own step size, and so know their mode, and rungs that differ in temperature. Otherwise a rung is
 judged by its own chains, at ``NUM_LOOKS`` times.
 
-The choice comes early, and a chain may need longer than burn-in to arrive at a high temperature. Where it arrives may
-predict worse than the places on its way. So held-out rows look at chains that can be scaled again, after each quarter
-of the draws: while the next lower temperature is better, T falls. Draws from before are scaled, too, at the end.
+The choice comes early. A chain may need longer than burn-in to arrive at a high temperature, and where it arrives may
+predict worse than the places on its way. So the choice of chains that can be scaled is reviewed, after each quarter of
+the draws. Where the chains are now is compared with where they were at the choice, scaled to the next lower
+temperature. If that is better, T falls, the chains go back there, and the draws from before are left out.
 
 Draws at T < 1 are draws of a tempered posterior. Choosing T by held-out rows does not make them draws of the posterior.
 """
@@ -134,7 +135,8 @@ class _Ladder:
     Attributes:
         config: of the sampler, with its ladder.
         rungs: the rungs.
-        looks: the numbers of updates after which the chains are looked at; the choice follows the last one.
+        looks: the numbers of updates after which the chains are looked at; the choice follows the last one. The state
+            holds what was seen; after the choice, where the chains then were.
         scales: a rung is judged by all chains, scaled to its temperature.
         draws: the numbers of updates that end in a draw.
         reviews: those after which the choice is reviewed.
@@ -187,7 +189,7 @@ class _Ladder:
         return with_inner(state, _merged(states)), figures
 
     def pass_after(self, step: int) -> Callable[[Any, DataPass], Any]:
-        """Return the pass after update ``step``: those of the rungs, then a look, and after the last one the choice."""
+        """Return the pass after update ``step``: those of the rungs, then a look and the choice, or a review."""
 
         def early_pass(state: Any, data_pass: DataPass) -> Any:
             parts = []
@@ -214,22 +216,19 @@ class _Ladder:
             else:
                 nll[index] = self._nll(state.ladder_looks[rows].flatten(0, 1), "all", data_pass)
         state = self._on_rung(state, int(nll.argmin()), self.looks[-1])
-        return state._replace(
-            ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone(),
-            ladder_looks=torch.zeros_like(state.ladder_looks),
-        )
+        return state._replace(ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone())
 
     def _review(self, state: Any, step: int, data_pass: DataPass) -> Any:
-        """Return the state on the next rung of a lower temperature while that is better, judged by half of the rows."""
+        """Return the state, or that of the choice at a lower temperature, if half of the rows say that it is better."""
         rung = int(state.ladder_rung[0])
-        nll = None
+        home, nll = state._replace(theta=state.ladder_looks[:, -1]), None
         while (lower := self._below(rung)) is not None:
-            nll = self._nll_at(state, rung, data_pass, "even") if nll is None else nll
-            other = self._nll_at(state, lower, data_pass, "even")
+            nll = self._nll(state.theta, "even", data_pass) if nll is None else nll
+            other = self._nll_at(home, lower, data_pass, "even")
             if not other < nll:
                 break
             rung, nll = lower, other
-        return self._on_rung(state, rung, step)
+        return state if rung == int(state.ladder_rung[0]) else self._on_rung(home, rung, step)
 
     def _below(self, index: int) -> int | None:
         """Return the rung of the next lower temperature, if there is one."""
@@ -248,9 +247,11 @@ class _Ladder:
     def _on_rung(self, state: Any, index: int, step: int) -> Any:
         """Return the state with all chains, and the draws after update ``step``, on a rung."""
         later = torch.tensor([at > step for at in self.draws], device=state.ladder_drawn.device)
-        return self._scaled(state, self.rungs[index])._replace(
-            ladder_rung=torch.full_like(state.ladder_rung, index),
-            ladder_drawn=torch.where(later, index, state.ladder_drawn),
+        drawn = torch.where(later, index, state.ladder_drawn)
+        state = self._scaled(state, self.rungs[index])
+        looks = state.theta[:, None].expand_as(state.ladder_looks).clone()
+        return state._replace(
+            ladder_rung=torch.full_like(state.ladder_rung, index), ladder_drawn=drawn, ladder_looks=looks
         )
 
     def _scaled(self, state: Any, rung: Rung) -> Any:
@@ -264,7 +265,7 @@ class _Ladder:
     def finish(self, state: Any, draws: Tensor) -> Any:
         """Return the draws of all chains."""
         rung = self.rungs[int(state.ladder_rung[0])]
-        return rung.rule.finish(inner_state(state), self._draws_on(rung, state, draws))
+        return rung.rule.finish(inner_state(state), self._kept(state, draws))
 
     def final_pass(self, state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
         """Return the draws, the held-out scores of the rungs, and the settings that were chosen."""
@@ -280,19 +281,10 @@ class _Ladder:
         fields = {"ladder": None, "temperature": chosen.temperature}
         return FinalPassResult(self.finish(state, draws), report, None, fields, chosen.prior_scale)
 
-    def _draws_on(self, rung: Rung, state: Any, draws: Tensor) -> Tensor:
-        """Return all draws [M, S, d] at the temperature of a rung; some were taken at a higher one."""
-        if not self.scales:
-            return draws
-        whole, found = inner_state(state), []
-        for drawn, theta in zip(state.ladder_drawn[0].tolist(), draws.unbind(1), strict=False):
-            ratio = rung.temperature / self.rungs[drawn].temperature
-            moved = theta
-            if ratio != 1:
-                there = whole._replace(theta=theta.to(whole.theta))
-                moved = self.rungs[drawn].rule.rescale(there, ratio).theta.to(theta)
-            found.append(moved)
-        return torch.stack(found, 1)
+    def _kept(self, state: Any, draws: Tensor) -> Tensor:
+        """Return the draws [M, S, d] on the last rung; where the chains went back to if there are none."""
+        on = state.ladder_drawn[0, : draws.shape[1]] == state.ladder_rung[0]
+        return draws[:, on.to(draws.device)] if bool(on.any()) else state.theta[:, None].to(draws)
 
     def _parts(self, state: Any) -> list[tuple[list[int], Rung, Any]]:
         """Return the rows of each rung that has chains, the rung, and the state of its method."""

@@ -81,8 +81,8 @@ def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost) -> None:
     first, temperature = report["ladder_drawn_at"][0], (result.fields or {})["temperature"]
     if first != temperature:
         host.say(
-            "%s: T = %g was chosen, but with more updates the chains predicted the held-out rows better at lower "
-            "temperatures: T fell to %g, and draws from before are scaled to it",
+            "%s: T = %g was chosen, but the chains then moved to where they predict the held-out rows worse. They went "
+            "back to where they were at the choice, at T = %g, and draws from before are left out",
             name,
             first,
             temperature,

@@ -146,33 +146,38 @@ def test_a_temperature_falls_when_a_lower_one_becomes_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, falls_after: int | None
 ) -> None:
     """Check four reviews, the last of them after the last draw. The scores are planted; the third rung never wins."""
-    seen: list[Tensor] = []
+    seen, watch = list[Tensor](), Watch()
     temperatures = [1.0, 0.25, 0.04, 1e-4]
-    choice: list[float] = []
+    choice: list[Tensor] = []
 
     def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
         if what.part == "all":
-            choice.append(float(len(choice)))
-            return choice[-1], None
+            choice.append(theta.clone())
+            return float(len(choice)), None
         seen.append(theta.clone())
         reviews = math.inf if falls_after is None else 2 * falls_after - 2
         return {0: 1.0, 1: 0.5}.get(len(seen) - 1 - reviews, 2.0 + len(seen)), None
 
     monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
     settings = config(ladder={"temperature": temperatures}, draws_per_chain=4, **WARM)
-    run = trainer(tmp_path, settings, learning_rate=None, max_steps=60)
+    run = trainer(tmp_path, settings, watch, learning_rate=None, max_steps=60)
     run.train()
     assert run.method.temperature == (1.0 if falls_after is None else 0.25)
-    origin, raw = run.run.state.origin[:, None], torch.stack(run.run.draws, 1)
-    kept = run.posterior.approximation.theta.unflatten(0, (4, 4))
-    before = 0 if falls_after is None else falls_after
-    torch.testing.assert_close(kept[:, :before] - origin, 0.5 * (raw[:, :before] - origin))
-    assert torch.equal(kept[:, before:], raw[:, before:])
-    if falls_after is not None:
-        now, lower, lowest = seen[2 * falls_after - 2 :][:3]
-        assert torch.equal(now, raw[:, falls_after - 1])
-        torch.testing.assert_close(lower - origin[:, 0], 0.5 * (now - origin[:, 0]))
-        torch.testing.assert_close(lowest - origin[:, 0], 0.2 * (now - origin[:, 0]))
+    origin, raw = run.run.state.origin, torch.stack(run.run.draws, 1)
+    kept = run.posterior.approximation.theta.unflatten(0, (4, -1))
+    if falls_after is None:
+        assert torch.equal(kept, raw)
+        return
+    now, lower, lowest = seen[2 * falls_after - 2 :][:3]
+    assert torch.equal(now, raw[:, falls_after - 1])
+    home = choice[0]  # at T = 1
+    assert not torch.allclose(home, now)
+    torch.testing.assert_close(lower - origin, 0.5 * (home - origin))
+    torch.testing.assert_close(lowest - origin, 0.2 * (home - origin))
+    assert torch.equal(kept, lower[:, None] if falls_after == 4 else raw[:, falls_after:])
+    if falls_after < 4:
+        after = watch.theta[run.run.problem.draw_steps[falls_after - 1]]  # one update later
+        assert (after - lower).abs().max() < (after - now).abs().max()
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, ()), (2, (10,)), (4, (10, 20, 30)), (9, (30, 50, 70))])
