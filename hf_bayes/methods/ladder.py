@@ -3,8 +3,9 @@
 Chain k begins on rung k mod R. A rung is the method with the temperature and the scale of the prior of this rung. Its
 chains are bit by bit those of a run that has these settings alone. After three quarters of burn-in the held-out rows
 choose: the rung whose draws, as one mixture, have the lowest negative log-likelihood, estimated for as many members as
-the run will have. Draws at a high temperature differ more, so they gain more from being many. From then on all chains
-have the settings of this rung.
+the run will have. Draws at a high temperature differ more, so they gain more from being many. Draws of a chain that
+follow each other within its relaxation are nearly copies, so they count only in part where the relaxation is known.
+From then on all chains have the settings of this rung.
 
 No chain is thrown away, because chains that began at other modes are worth more than copies. A chain that moves to
 another temperature is scaled instead (``Rule.rescale``): in a Gaussian, a draw at T becomes a draw at T' if its
@@ -36,6 +37,7 @@ from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
 from hf_bayes.core.types import DataPass, Evaluation, FinalPassResult, HeldOut, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
+from hf_bayes.methods.sgmcmc.whitening import relaxation_of
 
 NUM_REVIEWS = 4
 """Reviews of a chosen temperature, the last one of them after the last draw."""
@@ -214,7 +216,8 @@ class _Ladder:
             if self.scales:
                 nll[index] = self._nll_at(state, index, data_pass)
             else:
-                nll[index] = self._nll(state.ladder_looks[rows].flatten(0, 1), "all", data_pass)
+                members = self.config.num_chains * self.config.draws_per_chain
+                nll[index] = self._nll(state.ladder_looks[rows].flatten(0, 1), members, "all", data_pass)
         state = self._on_rung(state, int(nll.argmin()), self.looks[-1])
         return state._replace(ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone())
 
@@ -223,7 +226,7 @@ class _Ladder:
         rung = int(state.ladder_rung[0])
         home, nll = state._replace(theta=state.ladder_looks[:, -1]), None
         while (lower := self._below(rung)) is not None:
-            nll = self._nll(state.theta, "even", data_pass) if nll is None else nll
+            nll = self._nll_at(state, rung, data_pass, "even") if nll is None else nll
             other = self._nll_at(home, lower, data_pass, "even")
             if not other < nll:
                 break
@@ -237,10 +240,12 @@ class _Ladder:
 
     def _nll_at(self, state: Any, index: int, data_pass: DataPass, rows: str = "all") -> float:
         """Return the held-out NLL of all chains at the temperature of a rung."""
-        return self._nll(self._scaled(state, self.rungs[index]).theta, rows, data_pass)
+        state = self._scaled(state, self.rungs[index])
+        relaxations = (self.draws[-1] - self.draws[0]) / relaxation_of(self.config, state.step_size)
+        independent = (1 + relaxations).clamp_max(len(self.draws))
+        return self._nll(state.theta, round(float(independent.sum())), rows, data_pass)
 
-    def _nll(self, draws: Tensor, rows: str, data_pass: DataPass) -> float:
-        members = self.config.num_chains * self.config.draws_per_chain
+    def _nll(self, draws: Tensor, members: int, rows: str, data_pass: DataPass) -> float:
         nats: float = data_pass(draws, HeldOut(rows, members), gradient=False)[0]
         return nats
 

@@ -118,7 +118,7 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     asked: list[Tensor] = []
 
     def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
-        assert what.num_members == 8
+        assert 4 <= what.num_members <= 8
         if what.part != "all":  # of a review: no temperature is better than another
             return 0.0, None
         asked.append(theta.clone())
@@ -139,6 +139,20 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     (choice,) = [step for step, theta in enumerate(watch.theta, 1) if torch.equal(theta, unscaled)]
     assert choice == 4 + 3 * ((run.active.problem.burn_in - 4) // 4)
     assert run.method.temperature == temperatures[best]
+
+
+def test_draws_within_a_relaxation_count_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[HeldOut] = []
+
+    def data_pass(theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
+        asked.append(what)
+        return 0.0, None
+
+    monkeypatch.setattr(ladder._Ladder, "_scaled", lambda self, state, rung: state)
+    parts = ladder._Ladder(SGHMCConfig(), (ladder.Rung(1.0, 1.0, None),), (50,), True, (100, 150, 200), ())  # type: ignore[arg-type]
+    # (1 - 0.9) / h^2 is 2.5 updates and 1,000 of them; the draws span 100
+    parts._nll_at(SimpleNamespace(theta=torch.zeros(2, 3), step_size=torch.tensor([0.2, 0.01])), 0, data_pass)
+    assert asked == [HeldOut("all", round(3 + 1.1))]
 
 
 @pytest.mark.parametrize("falls_after", [1, 3, 4, None])
