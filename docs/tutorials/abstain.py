@@ -75,8 +75,8 @@ def encoded(rows):
     ])
 
 
-train, heldout, test = (
-    encoded(rows[:150]), encoded(rows[150:430]), encoded(rows[430:]),
+train, dev, heldout, test = (
+    encoded(part) for part in (rows[:150], rows[150:220], rows[220:430], rows[430:])
 )
 
 # %% [markdown]
@@ -84,7 +84,9 @@ train, heldout, test = (
 #
 # Four classifiers with LoRA, from different random starts, are the members of the posterior. LoRA
 # is on the last of the six layers. The layers before it are the same for all members, and run only
-# once in predictions. In training every member has rows of its own.
+# once in predictions. In training every member has rows of its own. A run ends by fitting a
+# [temperature](../automatic.md#a-temperature-of-the-mixture) of the predictions on `eval_dataset`.
+# So this is not the test set.
 
 # %%
 from peft import LoraConfig, get_peft_model
@@ -103,13 +105,13 @@ trainer = BayesianTrainer(
         report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True,
     ),
     train_dataset=train,
-    eval_dataset=test,
+    eval_dataset=dev,
     data_collator=DataCollatorWithPadding(tokenizer),
     processing_class=tokenizer,
 )
 trainer.train()
 trainer.save_model()
-scores = trainer.evaluate()
+scores = trainer.evaluate(test)
 print({
     name: round(value, 3) for name, value in scores.items()
     if name in ("eval_accuracy", "eval_nll", "eval_ece")
@@ -136,16 +138,17 @@ for part in ("total", "aleatoric", "epistemic"):
     print(f"{part:10} {means}   AUROC {ood_auroc(values['test'] + values['other'], is_other):.3f}")
 
 # %% [markdown]
-# The total uncertainty finds many of them. The epistemic part is small and finds none: the members
-# share five of six layers and were trained for 24 updates, so they hardly disagree. What such a
-# model does not know shows as aleatoric uncertainty. Longer chains of a sampler, or more random
-# weights, disagree more.
+# The total uncertainty finds many of them. The epistemic part is small and hardly finds any: the
+# members share five of six layers and were trained for 24 updates, so they hardly disagree. What
+# such a model does not know shows as aleatoric uncertainty. Longer chains of a sampler, or more
+# random weights, disagree more.
 #
 # ## A threshold with a promise
 #
-# How uncertain is too uncertain? `fit_abstention` reads held-out rows that nothing else has used,
-# and finds the largest threshold whose error rate among answered rows is below the limit: with a
-# probability of 90 %, and for a finite number of rows. The threshold is stored with the posterior.
+# How uncertain is too uncertain? `fit_abstention` reads held-out rows that nothing else has used. It
+# finds the largest threshold that keeps a promise: with a probability of 90 %, the error rate among
+# answered rows is at most 0.2. The promise holds for a finite number of rows. The threshold is
+# stored with the posterior.
 
 # %%
 from hf_bayes.decide.abstention import fit_abstention

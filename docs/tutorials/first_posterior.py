@@ -115,12 +115,13 @@ trainer.save_model()
 #
 # ## Five lines later
 #
-# The same script again. The five lines with a number are changed, and the others are as before. The
-# adapter's weights now get a *posterior*: a distribution over all the weights that fit the data.
-# Here it consists of four fine-tuned adapters, the members of a deep ensemble. Each starts at a
-# random place of its own; `init_jitter` says how far apart the starts are.
-# `method=SGHMCConfig()` would draw samples of the Bayes posterior instead, and [Which
-# method?](../choose.md) says when to use which.
+# Here is the same script again. The five lines with a number are changed, and the others are as
+# before. The adapter's weights now get a *posterior*: a distribution over all the weights that fit
+# the data. Here it consists of four fine-tuned adapters, the members of a deep ensemble. Each starts
+# at a random place of its own; `init_jitter` says how far apart the starts are.
+#
+# `method=SGHMCConfig()` would draw samples of the Bayes posterior instead. [Which
+# method?](../choose.md) says when to use which method.
 
 # %%
 from peft import LoraConfig, get_peft_model
@@ -174,9 +175,9 @@ for token in record["tokens"][:6]:
 #   not change that;
 # - **EU**, epistemic: how far the members disagree. More data would settle it.
 #
-# The members agree more where the training text has told them what to expect. Compare the mean EU
-# of a text of the same kind with the mean EU of texts of another kind. (Of this tiny model expect a
-# difference, not a proof: [evaluate](../evaluate.md) on many texts.)
+# The members agree more where the training text has shown them what to expect. Compare the mean EU
+# of a text of the same kind with the mean EU of texts of another kind. (One text of each kind proves
+# nothing. [Evaluate a posterior](../evaluate.md) shows how to compare many texts.)
 
 # %%
 mine = {

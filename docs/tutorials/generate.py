@@ -24,8 +24,8 @@ for token in record["tokens"][:5]:
 
 # %% [markdown]
 # The tokens are drawn from the average of the members' probabilities. `top_k` changes which token
-# is drawn. The uncertainties are always those of the average itself, before `top_k` and
-# temperatures.
+# is drawn. The uncertainties are always those of the average itself, before `generate` applies
+# `top_k` or its `temperature`.
 #
 # ## While it writes
 #
@@ -48,7 +48,7 @@ print(repr("".join(written)))
 #
 # ## Whole answers
 #
-# A text under several members has two log-probabilities. `sequence_logprob` averages the
+# With several members, a text has two log-probabilities. `sequence_logprob` averages the
 # probabilities of the whole text over the members; use it to compare answers.
 # `sequence_logprob_tokenwise` adds up the tokens' log-probabilities; use it for perplexity.
 
