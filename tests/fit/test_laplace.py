@@ -20,7 +20,7 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.tasks import TASKS
 from tests import tiny_models as models
 from tests.faults import posteriors
-from tests.faults.corruptions import edit_json, sign
+from tests.faults.edits import edit_json, sign
 from tests.fit.fitted import LAST, NOISE, STD, fit, regression
 from tests.members.subjects import bert_tagger
 from tests.runs import padding_collator, token_rows, trainer
