@@ -46,7 +46,7 @@ from hf_bayes.uncertainty.decomposition import predict
 from tests import pretend_device, runs
 from tests import tiny_models as models
 from tests.device_checks import DEVICE, PATHS, assert_same, from_disk, members, path, path_of_each, there, trainer
-from tests.members.subjects import bert_tagger, resnet
+from tests.members.subject_models import bert_tagger, resnet
 from tests.models.test_image_classification import image_rows
 from tests.pipelines.test_classification import picture, processor
 from tests.training.test_trainer import SAMPLER, SETTINGS

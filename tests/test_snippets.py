@@ -43,7 +43,7 @@ from hf_bayes.posteriors import hub
 from hf_bayes.posteriors.custom_generate import export_custom_generate
 from hf_bayes.training.tuning.candidates import Candidate
 from tests import multimodal
-from tests.members.subjects import resnet
+from tests.members.subject_models import resnet
 from tests.models.test_audio_classification import sound_rows
 from tests.models.test_image_classification import image_rows
 from tests.models.trained import from_disk

@@ -22,7 +22,7 @@ from tests import tiny_models as models
 from tests.faults import posteriors
 from tests.faults.edits import edit_json, sign
 from tests.fit.fitted import LAST, NOISE, STD, fit, regression
-from tests.members.subjects import bert_tagger
+from tests.members.subject_models import bert_tagger
 from tests.runs import padding_collator, token_rows, trainer
 from tests.tiny_models import tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 

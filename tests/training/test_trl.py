@@ -12,14 +12,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
-from hf_bayes import (
-    BayesianModelForCausalLM,
-    BayesianTrainerMixin,
-    BayesianTrainingArguments,
-    SGHMCConfig,
-)
+from hf_bayes import BayesianModelForCausalLM, BayesianTrainerMixin, BayesianTrainingArguments, SGHMCConfig
 from tests import runs
-from tests.members.subjects import mixtral
+from tests.members.subject_models import mixtral
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
 
 pytestmark = pytest.mark.slow
