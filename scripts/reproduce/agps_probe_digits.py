@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from hf_bayes.core.rng import generator
 from hf_bayes.metrics import expected_calibration_error
+from scripts.reproduce.minibatches import passes
 
 PIXELS, HIDDEN, CLASSES = 64, 30, 10
 SIZES = (PIXELS * HIDDEN, HIDDEN, HIDDEN * CLASSES, CLASSES)
@@ -46,13 +47,7 @@ class Digits(NamedTuple):
 
     def batches(self, members: int, size: int, seed: int) -> Callable[[], Iterator[Tensor]]:
         """Return passes over the rows, in a separate order for each member."""
-        rng = generator(seed, "order")
-
-        def one_pass() -> Iterator[Tensor]:
-            order = torch.stack([torch.randperm(len(self.x), generator=rng) for _ in range(members)])
-            return iter(order[:, : len(self.x) // size * size].split(size, 1))
-
-        return one_pass
+        return passes(len(self.x), members, size, generator(seed, "order"))
 
 
 def logits(theta: Tensor, x: Tensor) -> Tensor:

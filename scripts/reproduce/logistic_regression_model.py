@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from hf_bayes.core.rng import generator
+from scripts.reproduce.minibatches import passes
 from scripts.reproduce.pyro_package import require_pyro
 
 BATCH = 32
@@ -33,13 +34,7 @@ class Rows(NamedTuple):
 
     def batches(self, num_chains: int) -> Callable[[], Iterator[Tensor]]:
         """Return passes over the data: [num_chains, BATCH] rows, in a separate order for each chain."""
-        rng = generator("order")
-
-        def one_pass() -> Iterator[Tensor]:
-            order = torch.stack([torch.randperm(len(self.x), generator=rng) for _ in range(num_chains)])
-            return iter(order[:, : len(self.x) // BATCH * BATCH].split(BATCH, 1))
-
-        return one_pass
+        return passes(len(self.x), num_chains, BATCH, generator("order"))
 
 
 def breast_cancer() -> Rows:
