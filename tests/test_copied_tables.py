@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Yield the heading and the rows of each table of a page, cell by cell."""
+    for block in re.findall(r"^\|.*?\n(?!\|)", text, flags=re.DOTALL | re.MULTILINE):
+        heading, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        yield heading, rows
+
+
 def rows_of_tables(text: str) -> dict[tuple[str, str], list[str]]:
     """{(first cell of a row, heading of a column): the cells there}, over all tables of a page."""
     cells: dict[tuple[str, str], list[str]] = {}
-    for block in re.findall(r"^\|.*?\n(?!\|)", text, flags=re.DOTALL | re.MULTILINE):
-        heading, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+    for heading, rows in tables(text):
         for name, *row in rows:
             for column, cell in zip(heading[1:], row, strict=True):
                 cells.setdefault((name, column), []).append(cell)
@@ -46,11 +53,7 @@ def test_a_table_that_is_copied_equals_its_source(copied: tuple[str, ...], sourc
 
 def rows_by_heading(text: str) -> list[dict[str, str]]:
     """{heading of a column: cell} of every row of every table of a page."""
-    rows = []
-    for block in re.findall(r"^\|.*?\n(?!\|)", text, flags=re.DOTALL | re.MULTILINE):
-        heading, _, *cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
-        rows += [dict(zip(heading, row, strict=True)) for row in cells]
-    return rows
+    return [dict(zip(heading, row, strict=True)) for heading, rows in tables(text) for row in rows]
 
 
 def test_the_figures_of_the_chooser_are_those_of_the_results() -> None:
