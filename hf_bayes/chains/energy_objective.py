@@ -31,7 +31,7 @@ from hf_bayes.core.types import AllRows, Evaluation, Info
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 
 MAX_COUPLING = 0.01
-"""The change of a chain's energy, in nats, that is allowed when other chains move: acceptance changes by 1 % at most."""
+"""The change of a chain's energy, in nats, allowed when other chains move: acceptance changes by 1 % at most."""
 
 _SINGLE = ""
 """The name of a single tensor that an energy returns beside its value."""
@@ -90,8 +90,7 @@ class EnergyObjective:
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """Return the result of a pass over all batches, as ``what`` describes it.
 
-        For a ``CurvatureSpec`` at ``theta`` [d] it is value, gradient and Hessian of the energy. For ``AllRows`` at
-        ``theta`` [M, d] it is minus the gradient [M, d].
+        A ``CurvatureSpec`` at ``theta`` [d] gives value, gradient and Hessian, ``AllRows`` [M, d] minus the gradient.
 
         Raises:
             TypeError: for any other request: an energy has no rows.
@@ -203,8 +202,7 @@ class EnergyObjective:
 
         A random half of the chains moves to the positions of their neighbours, and then the other half. Both times, the
         energies of the chains that do not move must stay the same, up to ``MAX_COUPLING`` and the rounding of a sum of
-        10,000 terms in another order. Nothing is checked if all chains are at one point. An energy that gives two
-        values at one theta is not refused.
+        10,000 terms in another order. Chains at one point, and energies that give two values at one theta, pass.
         """
         moved = theta.roll(1, 0)
         if torch.equal(moved, theta):
