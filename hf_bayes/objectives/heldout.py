@@ -52,6 +52,7 @@ class HeldOutRows:
         self._bar.close()
 
     def __call__(self, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, Tensor | None]:
+        """Return the NLL of the mixture of draws ``theta`` [M, d], in nats per term, and its gradient [M, d]."""
         model = self.model
         theta = theta.to(model.theta)
         rows = self._own(self._rows(what.part))

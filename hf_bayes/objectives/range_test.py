@@ -74,7 +74,7 @@ class TrialPlan(NamedTuple):
 
 
 def plan_trial(num_steps: int, num_chains: int) -> TrialPlan:
-    """Return the largest trial that takes no more than its share of ``num_steps`` updates of ``num_chains`` chains."""
+    """Return the largest trial that a run of ``num_steps`` updates of ``num_chains`` chains can pay for."""
     gradients = num_steps * num_chains
     count = int(SHARE * gradients) // len(RATES)
     if count >= MIN_UPDATES:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_bayes import (
-    MixtureDensity,
-)
+from hf_bayes import MixtureDensity
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Kernel, Problem

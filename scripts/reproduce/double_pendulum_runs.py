@@ -11,11 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes import (
-    BayesianModelForSequenceClassification,
-    BayesianTrainer,
-    BayesianTrainingArguments,
-)
+from hf_bayes import BayesianModelForSequenceClassification, BayesianTrainer, BayesianTrainingArguments
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.diagnostics.convergence import rhat
 from hf_bayes.methods.mcmc.penalty import PenaltyConfig

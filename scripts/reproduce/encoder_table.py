@@ -6,7 +6,8 @@
 The task is to predict the Debian section of a package from its one-line description. Eight sections are learnt, eight
 more are out of distribution (``debian_sections``). Every method has a grid. The validation NLL of one seed chooses a
 point, and this point runs with all seeds on the test rows. Every finished run is kept. A later call makes only missing
-runs: of a method that is added to ``METHODS``, of a method with changed settings, and runs kept without diagnostics.
+runs: of a method that is added to ``encoder_table_methods``, of a method with changed settings, and runs that were kept
+without diagnostics.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ import matplotlib
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from hf_bayes import (
     BayesianTrainer,

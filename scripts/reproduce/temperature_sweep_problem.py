@@ -22,10 +22,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_bayes import (
-    BayesianModelForCausalLM,
-    BayesianModelForSequenceClassification,
-)
+from hf_bayes import BayesianModelForCausalLM, BayesianModelForSequenceClassification
 from hf_bayes.cli.data import load_splits
 from hf_bayes.cli.labels import labelled_text
 from hf_bayes.cli.token_windows import token_windows
