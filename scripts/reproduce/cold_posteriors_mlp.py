@@ -30,8 +30,6 @@ from scripts.reproduce.report import keep, spread, table
 NAME = "cold_posteriors_mlp"
 RHAT, ESS = 1.05, 200
 """The limits of convergence: largest R-hat, smallest ESS."""
-
-
 NUM_PROBES = 10
 """The number of held-out points for R-hat and ESS, in addition to the log-likelihood of the training data."""
 

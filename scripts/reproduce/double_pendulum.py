@@ -25,8 +25,6 @@ from scripts.reproduce.double_pendulum_runs import Settings, run_size, run_stabl
 from scripts.reproduce.report import keep, legend_once, spread, table
 
 NAME = "double_pendulum"
-
-
 PLOTTED = ("tempered", "batched", "pseudo-SGLD", "penalty")
 """The panels of Figure 2, from top to bottom."""
 

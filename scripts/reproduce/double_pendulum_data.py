@@ -11,8 +11,6 @@ from scipy.integrate import solve_ivp
 from torch import Tensor
 
 LAGS = (20, 21, 22, 23, 24)  # eq. 18
-
-
 STEP = 0.01
 """The seconds between two points. The paper does not give this number."""
 

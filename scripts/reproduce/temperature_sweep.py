@@ -32,12 +32,11 @@ from transformers.utils import logging as transformers_logging
 from hf_bayes.cli.parsing import parse_arguments
 from scripts.reproduce.accounts import accounts_table
 from scripts.reproduce.report import keep, spread, table
+from scripts.reproduce.temperature_sweep_cells import run_cell
+from scripts.reproduce.temperature_sweep_problem import METHODS, POINTS, Arguments, prepare, settings_key
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
-from scripts.reproduce.temperature_sweep_cells import run_cell
-from scripts.reproduce.temperature_sweep_problem import METHODS, POINTS, Arguments, prepare, settings_key
 
 NAME = "temperature_sweep"
 METRICS = ("accuracy", "nll", "brier", "ece")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from datasets import Dataset
@@ -28,8 +27,6 @@ from hf_bayes.core.schedules import Cyclical
 from hf_bayes.metrics import summarise
 from hf_bayes.models.base import BayesianModel
 from scripts.reproduce.accounts import account
-
-matplotlib.use("Agg")
 from scripts.reproduce.temperature_sweep_problem import METHODS, Arguments, Problem, settings_key
 
 

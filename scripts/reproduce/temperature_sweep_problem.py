@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -27,9 +26,6 @@ from hf_bayes.cli.data import load_splits
 from hf_bayes.cli.labels import labelled_text
 from hf_bayes.cli.token_windows import token_windows
 from scripts.reproduce import cnn_lstm, debian_text
-
-matplotlib.use("Agg")
-
 
 POINTS = ("mle", "map")
 METHODS = (*POINTS, "laplace_ef", "laplace_ggn", "mean_field", "sghmc_serial", "sghmc_parallel", "phases")
