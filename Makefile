@@ -9,7 +9,7 @@ WORKERS ?= 2
 MATHEMATICS := $(addprefix tests/,core uncertainty distributions diagnostics methods chains)
 # The tests that meet transformers, peft, accelerate, datasets and huggingface_hub, without the long ones of members.
 HOSTS := $(addprefix tests/,test_compat_versions.py members/test_cache.py members/test_last_feed_forward.py \
-	members/test_pictures.py members/test_stacked.py members/test_trunk.py cli models \
+	members/test_pictures.py members/test_stacked.py members/test_trunk.py members/test_trunk_memory.py cli models \
 	objectives/test_map_estimate.py objectives/test_probe.py training pipelines posteriors)
 
 .PHONY: test test-fast test-slow test-doors test-oldest test-newest coverage reliability mutants lint quickstart benchmark docs

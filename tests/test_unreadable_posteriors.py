@@ -16,16 +16,9 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from tests import runs
-from tests.bad_input.making import (
-    run,
-)
-from tests.faults.corruptions import edit_tensors, sign
-from tests.tiny_models import (
-    tiny_bert,
-    tiny_llama,
-    tiny_tokenizer,
-    with_lora,
-)
+from tests.bad_input.making import run
+from tests.faults.edits import edit_tensors, sign
+from tests.tiny_models import tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.diagnostics.convergence import MAX_RHAT, rhat, rhat_by_chance
 
 MAX_LOOKED_AT = 32
-"""Coordinates whose R-hat is looked at."""
+"""The largest number of coordinates whose R-hat is computed."""
 
 
 def warn_of_doubts(
@@ -38,7 +38,7 @@ def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
     if "acceptance" not in info:
         return
     acceptance = info["acceptance"][burn_in:].double()
-    still = (acceptance.sum(0) < 0.05).nonzero().flatten().tolist()  # that any was accepted has a probability below
+    still = (acceptance.sum(0) < 0.05).nonzero().flatten().tolist()  # bounds the probability that any was accepted
     if still:
         highest = acceptance.mean(0)[still].max().item()
         warnings.warn(
@@ -68,7 +68,7 @@ def _warn_of_disagreement(name: str, draws: Tensor) -> None:
     if num_chains < 2 or num_draws < 4:
         return
     looked_at = torch.arange(0, dim, -(-dim // MAX_LOOKED_AT))
-    ratios = rhat(draws[..., looked_at]).nan_to_num(0.0, posinf=math.inf)  # what never changes says nothing
+    ratios = rhat(draws[..., looked_at]).nan_to_num(0.0, posinf=math.inf)  # a coordinate that never changes has none
     worst = int(ratios.argmax())
     by_chance = rhat_by_chance(num_chains, num_draws, probability=1 - 1e-3 / len(looked_at))
     if float(ratios[worst]) > max(MAX_RHAT, by_chance):

@@ -24,7 +24,7 @@ VECTORS_AT_ONCE = 32
 """The number of copies of a point in one call of the energy."""
 
 OF_ENERGY = "energy"
-"""``Curvature.hessian`` of the Hessian of an energy, for error messages."""
+"""The value of ``Curvature.hessian`` for the Hessian of an energy; error messages use it."""
 
 
 FLOOR = 1e-8
@@ -33,13 +33,13 @@ determines at one point would get steps without bounds."""
 
 
 class EnergyPassResult(NamedTuple):
-    """The result of a pass over an energy, see ``laplace.pass_result.PassResult``.
+    """The result of a pass over an energy, with the fields of ``laplace.pass_result.PassResult``.
 
     Attributes:
         curvature: the Hessian of the energy.
         log_lik: minus the energy.
         gradient: minus its gradient; None if it was not requested.
-        fallbacks: empty.
+        fallbacks: empty, because an energy has no modules.
     """
 
     curvature: Curvature
@@ -115,12 +115,12 @@ class EnergyAtPoint:
 
 
 def expand_energy(point: EnergyAtPoint, like: Tensor, spec: CurvatureSpec, *, gradient: bool) -> EnergyPassResult:
-    """Return value, gradient and Hessian of an energy; of ``spec`` the structure and the rank count.
+    """Return value, gradient and Hessian of an energy.
 
     Args:
         point: the energy around theta*.
         like: [d] theta*.
-        spec: an energy has no likelihood terms, so its curvature is the Hessian for every estimator.
+        spec: its structure and its rank. Its estimator is not used: the curvature of an energy is always the Hessian.
         gradient: return the gradient, too.
     Raises:
         ValueError: for a value, gradient or Hessian that is not finite.
@@ -148,7 +148,7 @@ def positive_curvature(point: EnergyAtPoint, spec: CurvatureSpec) -> EnergyPassR
 
     Args:
         point: the energy around the point.
-        spec: its structure "full" takes the absolute values of the eigenvalues, any other those of the diagonal.
+        spec: with the structure "full", absolute values are taken of the eigenvalues; with any other, of the diagonal.
     Raises:
         ValueError: for a Hessian that is not finite, or zero.
     """

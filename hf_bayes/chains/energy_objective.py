@@ -3,8 +3,8 @@
 Three mistakes would end in draws of another law, and are refused: an energy of the wrong shape, an energy that writes
 into theta, and an energy in which one chain's value depends on another chain's theta.
 
-A point outside the support may be answered by NaN or infinity, or by an exception. ``OUTSIDE_SUPPORT`` lists the
-exceptions that mean it: a failed factorisation (``torch.linalg.LinAlgError``, ``numpy.linalg.LinAlgError``), an
+Outside the support the energy may return NaN or infinity, or raise an exception. These exceptions mean such a point
+(``OUTSIDE_SUPPORT``): a failed factorisation (``torch.linalg.LinAlgError``, ``numpy.linalg.LinAlgError``), an
 ``ArithmeticError`` (``OverflowError``, ``ZeroDivisionError``, ``FloatingPointError``), and the ``ValueError`` that
 ``torch.distributions`` raises for arguments outside a constraint. All other exceptions are errors of the program and
 end the run.
@@ -31,7 +31,7 @@ from hf_bayes.core.types import AllRows, Evaluation, Info
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 
 MAX_COUPLING = 0.01
-"""Nats by which an energy may change with other chains' theta: acceptance probabilities then change by 1 % at most."""
+"""The change of a chain's energy, in nats, allowed when other chains move: acceptance changes by 1 % at most."""
 
 _SINGLE = ""
 """The name of a single tensor that an energy returns beside its value."""
@@ -41,7 +41,7 @@ class EnergyObjective:
     """The user's energy as an objective of a run.
 
     Args:
-        energy: U, or the log-likelihood's part of it where the prior is apart.
+        energy: U; if the prior is given separately, minus the log-likelihood alone.
         batched: the energy is an unbiased estimate from a batch.
         form: the form of theta that the energy takes.
         all_batches: yields the batches of one pass over the data; None if the energy sees all data in every call.
@@ -88,9 +88,9 @@ class EnergyObjective:
         return EnergyOfUpdate(self, batches, inside)
 
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Return what a method requests of all batches of a pass.
+        """Return the result of a pass over all batches, as ``what`` describes it.
 
-        For a ``CurvatureSpec`` at ``theta`` [d] value, gradient and Hessian; for ``AllRows`` [M, d] minus the gradient.
+        A ``CurvatureSpec`` at ``theta`` [d] gives value, gradient and Hessian, ``AllRows`` [M, d] minus the gradient.
 
         Raises:
             TypeError: for any other request: an energy has no rows.
@@ -117,7 +117,7 @@ class EnergyObjective:
         return bool(self._aux_names)
 
     def aux(self, theta: Tensor, batches: list[Any]) -> Aux:
-        """Return what the energy returns beside its value at ``theta`` [M, d]; of several batches, the mean."""
+        """Return what the energy returns beside its value at ``theta`` [M, d]: the mean over the batches."""
         with torch.no_grad():
             found = [self._value(theta, batch)[1] for batch in batches]
         means = {name: _mean([each[name] for each in found]) for name in found[0]}
@@ -200,9 +200,9 @@ class EnergyObjective:
     def check_independent(self, theta: Tensor, batches: list[Any]) -> None:
         """Raise if the energy of a chain changes with other chains' theta [M, d].
 
-        A random half of the chains moves to where its neighbours are, and then the other half. Both times the energies
-        of the chains that stay have to stay, up to ``MAX_COUPLING`` and the rounding of a sum of 10,000 terms in
-        another order. An energy that gives two values at one theta cannot be judged, nor can chains at one point.
+        A random half of the chains moves to the positions of their neighbours, and then the other half. Both times, the
+        energies of the chains that do not move must stay the same, up to ``MAX_COUPLING`` and the rounding of a sum of
+        10,000 terms in another order. Chains at one point, and energies that give two values at one theta, pass.
         """
         moved = theta.roll(1, 0)
         if torch.equal(moved, theta):
@@ -224,7 +224,7 @@ class EnergyObjective:
                 )
 
     def _repeats(self, theta: Tensor, batches: list[Any], before: Tensor, limit: Tensor) -> bool:
-        """Return whether the energy gives every chain the value again that it gave ``before``, if any (NaN if none)."""
+        """Return whether a second evaluation gives every chain the same energy as ``before``, or NaN both times."""
         again = self._values(theta, batches)
         return bool((((again - before).abs() <= limit) | (again.isnan() & before.isnan())).all())
 
@@ -241,7 +241,7 @@ class EnergyObjective:
 class EnergyOfUpdate:
     """A user's energy on the batches of one update, callable as ``core.types.Evaluate``.
 
-    A trajectory that has left the support stands still there until the update is over.
+    A trajectory that leaves the support stays at that point until the end of the update.
     """
 
     def __init__(self, objective: EnergyObjective, batches: list[Any], inside: Tensor | None) -> None:
@@ -282,16 +282,16 @@ class EnergyOfUpdate:
         return found._replace(**{name: _undefined(value, outside) for name, value in parts.items()})
 
     def info(self) -> Info:
-        """Return which chains were at a point where the energy raised, as 0 or 1, where that rejects a proposal."""
+        """Return ``energy_raised`` [M]: 1 if the energy raised at the chain. Empty if that does not reject a move."""
         if self._inside is None:
             return {}
         zeros = torch.zeros_like(self._inside[:, 0])
         return {"energy_raised": zeros if self._raised is None else self._raised.to(zeros)}
 
     def _find_outside(self, theta: Tensor, among: Tensor, batches: list[Any], gradient: bool) -> Tensor:
-        """Return which of the rows ``among`` [M] raise, by halving: the energy has raised with all of them.
+        """Return the rows of ``among`` [M] at which the energy raises, by bisection: it has raised with all of them.
 
-        The other rows stay inside the support, so that energies that expect M rows see M.
+        All other rows are at points inside the support, so the energy always gets M rows.
         """
         rows = among.nonzero().flatten()
         if len(rows) == 1:

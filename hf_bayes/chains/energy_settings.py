@@ -1,10 +1,11 @@
-"""The settings of ``sample`` without a learning rate: what the method chooses itself, and a rate of AdamW from a trial.
+"""The settings of ``sample`` without a learning rate: the method's own choices, and a rate of AdamW from a trial.
 
 * A sampler begins with AdamW and then finds its step size in whitened coordinates (``sgmcmc.whitening``). The curvature
   is the Hessian with the absolute values of its eigenvalues; of many parameters, the absolute value of its diagonal.
 * An optimiser, and the warm start of a sampler, take the rate of AdamW that reaches the lowest energy in a trial. An
-  energy may be written for M chains, so the rates are tried one after the other, each by all M chains on the same
-  batches, with a rate that falls linearly to 0. As in a trainer, a run of N updates gets best * sqrt(n / N).
+  energy may be written for M chains, so the rates are tried one after the other. All M chains try each rate for n
+  updates on the same batches, and the rate falls linearly to 0. As in a trainer, a run of N updates gets
+  best * sqrt(n / N).
 * A kernel that adapts its step size in burn-in begins at ``FIRST_STEP``.
 """
 
@@ -25,17 +26,17 @@ from hf_bayes.core.types import Problem
 from hf_bayes.methods.registry import adamw_at_rates, with_own_settings
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-"""The rates of a trial: an update of AdamW moves every element by about so much, in the units of theta."""
+"""The rates of a trial. An update of AdamW moves every element of theta by about the rate."""
 
 TRIAL_SHARE = 0.1
-"""The share of a run's updates that a trial may add, unless all rates then have less than ``MIN_UPDATES``."""
+"""The length of a trial, as a share of the run, unless each rate then has fewer than ``MIN_UPDATES`` updates."""
 
 MIN_UPDATES, MAX_UPDATES = 6, 40
-"""Updates of a trial for each rate."""
+"""The smallest and the largest number of updates for each rate of a trial."""
 
 MAX_DENSE = 512
-"""The largest number of parameters whose correlations the whitening of a sampler knows: 2 MiB for a chain in float64.
-The diagonal of a Hessian takes as many products as the matrix."""
+"""The largest number of parameters that a sampler whitens with the whole Hessian, which takes 2 MiB for a chain in
+float64. With more parameters it uses the diagonal, which takes as many products with vectors."""
 
 FIRST_STEP = 0.1
 """The step size at which a kernel begins its search."""
@@ -45,8 +46,8 @@ class Settings(NamedTuple):
     """The settings that a run is made with.
 
     Attributes:
-        method: with numbers in place of what was left open.
-        learning_rate: the peak, or a schedule; None where the method finds a step size of its own during the run.
+        method: the config, with numbers in place of settings that were left open.
+        learning_rate: the peak, or a schedule; None if the method finds a step size of its own during the run.
         burn_in: as the user gave it, or as the method chose it together with its warm start.
     """
 
@@ -73,7 +74,7 @@ def settle(
     Args:
         dim: d, the number of parameters.
         method, learning_rate, burn_in: as the user gave them.
-        trial: tries rates of AdamW; it is called only if one is needed.
+        trial: a function that tries rates of AdamW; it is called only if a rate is needed.
     Raises:
         ValueError: if the method needs a learning rate.
     """

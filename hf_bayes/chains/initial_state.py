@@ -1,4 +1,4 @@
-"""The initial state of chains beside theta: momenta, frictions, step sizes and scales that the caller knows."""
+"""Initial values of the chains' state beside theta, given by the caller: momenta, frictions, step sizes and scales."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from hf_bayes.core.types import Kernel, Rule
 def with_initial_state(
     method: Rule[Any] | Kernel[Any], given: Any, form: Form[Any], *, name: str
 ) -> Rule[Any] | Kernel[Any]:
-    """Return a method whose chains begin with some fields of their state given.
+    """Return the method with given initial values of some fields of its state.
 
-    The other fields begin as they always do. So do the generators: a given momentum takes the place of a drawn one.
+    The other fields have their usual initial values. The generators advance as usual, too: a momentum is drawn, and
+    then replaced by the given one.
 
     Args:
         method: the rule or kernel.
-        given: field of the method's State -> its value for all chains: a number, or a tensor [M, ...]; a field of
-            theta's shape may have theta's form. Or a whole State, of which theta is not read.
+        given: field of the method's State -> its value for all chains: a number, or a tensor [M, ...]. A field with the
+            shape of theta may be a dictionary if theta is one. Or a whole State, whose theta is ignored.
         form: the form of theta.
         name: the name of the method, for errors.
     """

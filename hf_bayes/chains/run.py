@@ -27,11 +27,11 @@ class StepRecord(NamedTuple, Generic[State]):
 
     Attributes:
         step: updates done, this one included.
-        learning_rate: the step size of the update; None of a kernel, which finds its own.
+        learning_rate: the step size of the update; None for a kernel, which has its own.
         before: [M, d] where the chains were.
         state: the method's State after the update.
         info: the method's diagnostics, name -> [M].
-        loss: [M] minus the mean log-likelihood of a term, in nats; None of an objective that has no terms.
+        loss: [M] minus the mean log-likelihood of a term, in nats; None for an objective without terms.
     """
 
     step: int
@@ -53,7 +53,7 @@ class Run(Generic[State]):
     Attributes:
         method: the rule or kernel.
         objective: the log-likelihood.
-        problem: what the method was built for; ``draw_steps`` are the updates that end in a draw.
+        problem: the problem that the method was built for; its ``draw_steps`` are the updates that end in a draw.
         rngs: one generator per chain.
         chains: global indices of the chains of this process.
         state: the method's State; None before the first update.
@@ -112,12 +112,12 @@ class Run(Generic[State]):
         return StepRecord(self.num_updates, learning_rate, before, self.state, info, self.loss)
 
     def take_draw(self) -> None:
-        """Keep where the chains are as a draw."""
+        """Store the positions of the chains as a draw."""
         self.draws.append(self.theta.detach().to(self._draws_on, copy=True))
 
     @torch.no_grad()
     def finish(self) -> Approximation:
-        """Return what the method makes of its draws."""
+        """Return the approximation that the method builds from its draws."""
         if self.state is None:
             raise ValueError("the run has no update yet, so it has no state to finish: call update first")
         return self.method.finish(self.state, torch.stack(self.draws, 1))
@@ -171,8 +171,8 @@ class Run(Generic[State]):
     def _splits_rows(self) -> bool:
         """True if this update estimates the variance of its gradient from halves of its batch.
 
-        The last update does beside every ``NOISE_PERIOD``-th, counted from the end of burn-in. A run may be short, and
-        a cycle begins with updates that estimate a preconditioner, which say nothing about noise.
+        Every ``NOISE_PERIOD``-th update does, counted from the end of burn-in, and the last one. A run may be shorter
+        than the period, and the first updates of a cycle may estimate a preconditioner and no noise.
         """
         if not self._watch_noise or self.num_updates < self._warm_start:
             return False
@@ -180,10 +180,13 @@ class Run(Generic[State]):
         return period or self.num_updates + 1 == self.problem.draw_steps[-1]
 
     def _require_finite(self, values: Mapping[str, Tensor]) -> None:
-        """Check numbers in one pass over memory; only where one is not finite, find the chain and the parameter.
+        """Raise a FloatingPointError if a number is not finite, naming chain and parameter.
+
+        All numbers are first summed, in one pass over memory. Chain and parameter are searched only if a sum is not
+        finite.
 
         Args:
-            values: what it is -> [M], or [M, ..., d].
+            values: name for the message -> [M], or [M, ..., d].
         """
         floats = {what: value for what, value in values.items() if value.is_floating_point()}
         if bool(torch.stack([value.sum().double() for value in floats.values()]).isfinite().all()):
@@ -205,7 +208,7 @@ class Run(Generic[State]):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all that a resume needs but the number of updates, name -> [M, ...] on the CPU."""
+        """Return all that a resume needs, except the number of updates: name -> [M, ...] on the CPU."""
         if self.state is None:
             return {}
         dim = self._start.shape[1]
@@ -219,7 +222,7 @@ class Run(Generic[State]):
         }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Go on where ``state_dict`` was taken.
+        """Restore the run from the tensors of ``state_dict``.
 
         Raises:
             ValueError: for tensors of another method, naming the fields.
@@ -241,7 +244,7 @@ class Run(Generic[State]):
         self.num_updates = num_updates
 
     def template(self) -> State:
-        """Return a State of this method for its fields; throwaway generators draw its values."""
+        """Return a state of this method, of which only the fields matter; its generators are thrown away."""
         theta = self._start.clone()
         rngs = [torch.Generator(device=rng.device) for rng in self.rngs]
         if isinstance(self.method, Rule):

@@ -19,16 +19,17 @@ class SampleResult(Generic[Theta]):
     """The result of ``sample``.
 
     Attributes:
-        draws: [M, S, d] where the chains were, or {name: [M, S, *shape]} if theta is a dictionary; of ``mean_field``,
-            ``laplace``, ``swa``, ``swag`` and ``mc_dropout`` the mean, the average or the weights without masks, which
-            have no spread of the posterior: take ``members`` or ``approximation``.
-        approximation: what the method makes of them: ``posterior.Draws`` or ``posterior.Gaussian``, over rows [d].
+        draws: [M, S, d] the positions of the chains, or {name: [M, S, *shape]} if theta is a dictionary. For
+            ``mean_field``, ``laplace``, ``swa``, ``swag`` and ``mc_dropout`` a position is a mean, an average, or
+            weights without masks. These do not have the spread of the posterior: use ``members`` or ``approximation``.
+        approximation: the result of the method, ``Draws`` or ``Gaussian``, over rows [d].
         info: name -> [num_steps, M], each update's diagnostics; NaN in updates that did not report the name.
         state: the last state (a NamedTuple of tensors).
         aux: what the energy returned beside its value at the draws, [M, S, ...] or {name: [M, S, ...]}; None if it
             returned only its value.
-        report: name -> a value for each chain, from the pass of a method over all data after its last update. Those of
-            ``laplace``: the log evidence, the norm of the gradient, and the distance to the maximum of the Gaussian.
+        report: name -> a value for each chain, from a pass over all data after the last update, if the method makes
+            one. ``laplace`` reports the log evidence, the norm of the gradient, and the distance to the maximum of the
+            Gaussian.
         form: the form of theta.
         method: the config of the run, with numbers in place of settings that were left open.
     """
@@ -48,7 +49,7 @@ class SampleResult(Generic[Theta]):
 
 
 def stack_info(infos: list[Info], num_chains: int) -> dict[str, Tensor]:
-    """Return name -> [num_steps, M]; an AdamW warm start reports other names than the method after it."""
+    """Return name -> [num_steps, M], with NaN in updates without the name: AdamW's warm start has other names."""
     names = dict.fromkeys(name for info in infos for name in info)
     absent = torch.full((num_chains,), math.nan)
     return {

@@ -46,39 +46,39 @@ def sample(
 ) -> SampleResult[Theta]:
     """Run ``num_steps`` updates of ``method`` on exp(-U(theta) / T) and keep a draw after every ``thin`` of them.
 
-    Chains are rows of theta; the draws of chain k depend on (seed, k), not on the number of chains. dtype (float32 or
-    float64) and device follow theta. Draws are taken after update ``burn_in + thin``, ``burn_in + 2 * thin``, ... A
-    warning names chains of an accept-reject kernel that accept nothing after burn-in, and chains of an exact kernel
-    that disagree.
+    Chains are rows of theta; the draws of chain k depend on (seed, k), not on the number of chains. The dtype (float32
+    or float64) and the device are those of theta. Draws are taken after update ``burn_in + thin``,
+    ``burn_in + 2 * thin``, ... A warning names chains of an accept-reject kernel that accept nothing after burn-in, and
+    chains of an exact kernel that disagree.
 
     Args:
         energy: U(theta, batch) [M] for theta [M, d], for any M: minus log-likelihood of all data minus log-prior, in
-            nats; with ``batches`` an unbiased estimate of it by one of them, else batch is None. If theta is a
-            dictionary, it gets {name: [M, *shape]}. Row m may depend on row m of theta only, which is checked at the
+            nats. With ``batches`` it is an unbiased estimate of U from one batch; otherwise batch is None. If theta is
+            a dictionary, it gets {name: [M, *shape]}. Row m may depend on row m of theta only, which is checked at the
             start and at the first and last draw. Outside the support it is NaN or infinite, or raises an exception of
-            ``support.OUTSIDE_SUPPORT``. It may return (U, aux), with aux a tensor [M, ...] or a mapping of
-            such: it is computed once more at each draw, on the batches of that update, and recorded.
-        theta: [M, d] starting points of M chains; or [d], the centre of ``method.num_chains`` starting points
-            ``method.init_jitter`` apart (relative to the RMS of theta, to 0.01 if it is zero). Or a dictionary
-            {name: [M, *shape]}; then all that is returned in theta's place has this form, too.
+            ``support.OUTSIDE_SUPPORT``. It may return (U, aux), with aux a tensor [M, ...] or a mapping of such
+            tensors. aux is computed once more at each draw, on the batches of that update, and recorded.
+        theta: [M, d] starting points of M chains. Or [d], the centre of ``method.num_chains`` starting points, whose
+            standard deviation is ``method.init_jitter`` times the RMS of theta (times 0.01 if theta is zero). Or a
+            dictionary {name: [M, *shape]}; draws and members then have this form, too.
         method: a config of ``hf_bayes.METHODS``.
         num_steps: the number of updates.
-        learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
-            from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by. None
+        learning_rate: step size l as in SGD, where theta moves by l * grad U / num_data. It is a number, or a schedule:
+            a function from the update's index (from 0) to a number. Frictions are computed from the largest one. None
             leaves it to the method (``energy_settings``).
-        num_data: N, what U is divided by to be a mean loss.
-        prior: log p(theta) apart from the energy, which is then minus the log-likelihood alone, as
-            ``temper="likelihood"`` and ``fit_prior`` need it: an object of ``hf_bayes.distributions``, or the standard
-            deviation of N(0, std^2), one number or {name: number}. None: the energy includes it.
-        batches: an iterable, or a function that returns one; it is cycled over.
+        num_data: N, the number by which U is divided to get a mean loss.
+        prior: the prior, if the energy is minus the log-likelihood alone, as ``temper="likelihood"`` and ``fit_prior``
+            need it. It is an object of ``hf_bayes.distributions``, or the standard deviation of N(0, std^2), one number
+            or {name: number}. None: the energy includes the prior.
+        batches: an iterable of batches, or a function that returns one. At its end it begins again.
         batches_per_step: batches of an update; their energies are averaged. With two or more, the noise of the gradient
             is measured for the methods that use it.
         batch_fraction: n / N, the share of the data in a batch; methods that need it say so.
         burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates. At 0, a
             sampler that finds its own step size takes half of the run.
         thin: the number of updates from one draw to the next.
-        state: what chains begin with beside theta: {field of the method's State: a number or a tensor [M, ...]}, such
-            as {"momentum": ...} or {"friction": 0.1}, or the ``state`` of an earlier result.
+        state: initial values of the chains' state beside theta, as {field of the method's State: a number or a tensor
+            [M, ...]}, such as {"momentum": ...} or {"friction": 0.1}, or the ``state`` of an earlier result.
         seed: the seed of all random numbers.
         progress: show a progress bar on a terminal if the run takes longer than five seconds.
     Returns:
@@ -87,9 +87,9 @@ def sample(
     Raises:
         ValueError: for arguments that cannot be run, before the first update; for an energy that is not differentiable,
             writes into theta, or depends on other rows of theta; for a Laplace approximation where there is none.
-        FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. A Kernel rejects moves
-            to where the energy is not finite, or raises for lack of support (``info["energy_raised"]`` counts these);
-            a chain must start where it is finite.
+        FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. A Kernel instead rejects
+            moves out of the support, where the energy is not finite or raises (``info["energy_raised"]`` counts these);
+            a chain must start inside it.
     """
     plan.check_arguments(energy, method, prior, batches, batches_per_step, batch_fraction, seed,
                          own_rate=learning_rate is None)  # fmt: skip
@@ -167,7 +167,7 @@ def _follow(
 
 
 def _finish(run: Run[Any], objective: EnergyObjective, draws: Tensor) -> FinalPassResult:
-    """Return what the method makes of its draws [M, S, d], with one more pass over the energy if it needs it.
+    """Return the result of the method from its draws [M, S, d], after one more pass over the energy if it needs one.
 
     Raises:
         ValueError: if there is no Gaussian around the point where a chain ended, naming the coordinate or eigenvalue.

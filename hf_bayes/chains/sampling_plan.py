@@ -22,7 +22,7 @@ from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
 from hf_bayes.methods.registry import rate_factor
 
 PriorOfTheta = Prior | float | Mapping[str, float]
-"""A prior apart from the energy: a density, or the standard deviation of N(0, std^2), for all of theta or by name."""
+"""A prior that the energy does not include: a density, or the std of N(0, std^2), for all of theta or by name."""
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -87,7 +87,7 @@ def problem_of(
 
 
 def check_seed(seed: Any) -> None:
-    """Raise unless equal seeds are equal numbers."""
+    """Raise a ValueError unless ``seed`` is an integer."""
     if not is_integral(seed):
         raise ValueError(f"seed must be an integer, got {seed!r}: equal seeds give equal draws")
 
@@ -96,7 +96,7 @@ def prior_of(prior: PriorOfTheta | None, form: Form[Any], like: Tensor) -> Prior
     """Return the prior of theta, in the dtype of ``like`` [d]; flat if the energy includes it.
 
     Raises:
-        ValueError: for what is no prior, or standard deviations that are not positive or belong to no tensor.
+        ValueError: for an object that is no prior, or standard deviations that are not positive or belong to no tensor.
     """
     if prior is None:
         return FlatPrior()
@@ -160,7 +160,7 @@ def check_method(method: MethodConfig, batches: Batches | None, *, has_prior: bo
 
 
 def check_energy(energy: Energy[Any]) -> None:
-    """Raise for what cannot be called with theta and a batch."""
+    """Raise a ValueError if ``energy`` cannot be called as energy(theta, batch)."""
     if not callable(energy):
         raise ValueError(f"energy must be a function of (theta, batch), got {energy!r:.100}")
     try:
@@ -184,7 +184,7 @@ def check_batches(
     *,
     own_rate: bool = False,
 ) -> None:
-    """Raise for numbers of batches with which the method, or any method, cannot run."""
+    """Raise a ValueError if the method cannot run with these batches."""
     if not is_count(batches_per_step):
         raise ValueError(f"batches_per_step must be an integer >= 1, got {batches_per_step!r}")
     if batches is None and batches_per_step > 1:
@@ -213,7 +213,7 @@ def check_batches(
 
 
 def check_names(method: MethodConfig, form: Form[Any]) -> None:
-    """Refuse or warn of settings that act on named tensors, where theta is one tensor."""
+    """Refuse settings that select tensors by name, and warn of settings that scale tensors, if theta is one tensor."""
     needs = method.requirements
     if form.layout is not None:
         return
@@ -241,7 +241,7 @@ def check_state(method: MethodConfig) -> None:
 
 
 def one_pass(batches: Batches | None, most: int) -> Callable[[], Iterable[Any]] | None:
-    """Return a function that yields the batches of one pass over the data, at most ``most`` if they have no number."""
+    """Return a function that yields the batches of one pass over the data, at most ``most`` of an unknown number."""
     if batches is None:
         return None
 

@@ -1,4 +1,4 @@
-"""The starting points of chains: a seeded place for each chain, over-dispersed, around the model's weights."""
+"""The starting points of chains: seeded, over-dispersed, around the model's weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ZERO_TENSOR_RMS = 0.01
 def initial_members(layout: Layout, start: Tensor, config: MethodConfig, *, seed: int, chains: Sequence[int]) -> Tensor:
     """Return [M, d]: ``start`` plus jitter of ``config.init_jitter`` times each tensor's RMS, chain by chain.
 
-    A LoRA whose B is zero is fresh: its A is arbitrary, so each chain draws an A of its own, with the same RMS.
-    Chain k's start is a function of (seed, k) alone.
+    A LoRA whose B is zero is new: its A is arbitrary, so each chain draws an A of its own, with the same RMS. The start
+    of chain k is a function of (seed, k) alone.
     """
     tensors = layout.unflatten(start)
     scales, keeps = [], []

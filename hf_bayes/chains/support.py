@@ -1,4 +1,4 @@
-"""The exceptions by which an energy says that the density is 0 at theta."""
+"""The exceptions of an energy that mean that the density is 0 at theta."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
-"""Exceptions that say that the density is 0 at theta, beside those of constraints in ``torch.distributions``."""
+"""Exceptions that mean that the density is 0 at theta, beside those of constraints in ``torch.distributions``."""
 
 
 def is_outside_support(error: Exception) -> bool:

@@ -57,7 +57,7 @@ class Form(Generic[Theta]):
         return cls(layout), layout.flatten(theta)
 
     def unflatten(self, theta: Tensor) -> Theta:
-        """Return theta [..., d] in the user's form, views of it."""
+        """Return views of theta [..., d] in the user's form."""
         found: Any = theta if self.layout is None else self.layout.unflatten(theta)
         return found  # type: ignore[no-any-return]
 

@@ -16,10 +16,10 @@ About ten such blocks fit into the caches, and each of two cores gets enough wor
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return ``function(*tensors)`` for a function of tensors [M, ..., d] that treats every column separately.
 
-    Tensors without an axis of columns (a number that belongs to all of them) are passed whole.
+    A tensor without axes, which is a number for all columns, is passed whole.
 
-    A rule of forty elementary operations passes forty times over memory when each operation takes all of [M, d]. Here
-    the intermediate values of a block stay in the cache. Accelerators get one block, since launches cost more there.
+    A rule with forty elementary operations reads and writes [M, d] forty times. In blocks, the intermediate values stay
+    in the cache. On an accelerator there is one block, because a launch costs more there.
     """
     dim = tensors[0].shape[-1]
     width = max(1, BLOCK_ELEMENTS * dim // max(1, tensors[0].numel()))

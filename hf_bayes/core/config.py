@@ -18,8 +18,8 @@ from hf_bayes.core.schedules import Schedule
 from hf_bayes.core.types import Kernel, Problem, Rule
 
 MODE_PRIOR_SCALE = 4.0
-"""``MethodConfig.mode_prior_scale`` of methods that end in a mode. A deep ensemble and plain fine-tuning each gain .025
-nats by it on CLINC150, with LoRA in all layers (docs/results/recommend.md)."""
+"""The ``MethodConfig.mode_prior_scale`` of methods that end in a mode. On CLINC150, with LoRA in all layers, it lowers
+the test NLL of a deep ensemble and of plain fine-tuning by .025 nats each (docs/results/recommend.md)."""
 
 DEFAULT_ADAMW_RATE = 1e-3
 """AdamW's step size where none was given or found."""
@@ -35,32 +35,34 @@ class MethodConfig:
         num_chains: number of independent chains (members), K.
         draws_per_chain: number of draws kept from each chain, S. The posterior has K * S members.
         burn_in: updates before the first draw: a fraction of the run if below 1, otherwise a number of updates. None
-            means half of the run; where a sampler finds its own step size, it is at least the warm start and 15 % of
-            the run.
+            means half of the run; for a sampler that finds its own step size, at least the warm start and 15 % of the
+            run.
         thin: updates between two draws; None spreads the draws evenly over the updates after burn-in.
         prior: "gaussian"; "he", the same with ``prior_std`` times sqrt(2 / fan-in) for every matrix or kernel; or
             "laplace" (double exponential).
-        prior_std: standard deviation of the prior in parameter units: one number, or a mapping
-            {regular expression on parameter names: std}. One expression must match every random tensor. None gives
-            the factors of LoRA stds in units of their effect (``distributions.priors.lora_stds``), and 1 to other
-            tensors. Beside LoRA, methods that end in a mode take ``mode_prior_scale`` times these, A excepted.
+        prior_std: standard deviation of the prior in parameter units: one number, or a mapping {regular expression on
+            parameter names: std}. Exactly one expression must match each random tensor. None: LoRA's factors have
+            standard deviations in units of their effect (``distributions.priors.lora_stds``), and other tensors have 1.
+            In a model with LoRA, methods that end in a mode multiply all of these but A's by ``mode_prior_scale``.
         prior_mean: "zero", or "initial": the initial weights of the model.
         temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
         temper: "posterior" targets exp(-U/T); "likelihood" tempers the likelihood alone and leaves the prior at T = 1.
-        init_jitter: standard deviation of a chain's seeded start around the model's weights, relative to each
-            tensor's RMS (to 0.01 where the tensor is zero, as LoRA's B). New LoRA factors A are redrawn per chain.
+        init_jitter: standard deviation of the chains' starting points around the model's weights, relative to each
+            tensor's RMS (to 0.01 if the tensor is zero, such as a new LoRA's B). A new LoRA's A is drawn again for each
+            chain.
         schedule: the schedule of learning rate and temperature (``hf_bayes.core.schedules``), or a mapping such as
             {"name": "cyclical", "ramp_up": 0.2}. None leaves the learning rate to lr_scheduler_type and T constant.
         warm_start_steps: number of AdamW updates on U before the method starts (they count as burn-in). None means 0,
-            or all of burn-in if ``warm_start_learning_rate`` is given. Where a sampler finds its own step size
-            (``learning_rate=None``) it means 240, between a quarter and a half of the run.
-        warm_start_learning_rate: AdamW's step size in these updates. None means 1e-3, and where the run has no learning
-            rate the result of a range test. There it falls linearly to 0.
+            or all of burn-in if ``warm_start_learning_rate`` is given. For a sampler that finds its own step size
+            (``learning_rate=None``), None means 240, but at least a quarter and at most a half of the run.
+        warm_start_learning_rate: AdamW's step size in these updates. None means 1e-3. In a run without a learning rate,
+            None means the result of a range test, and the step size falls linearly to 0.
     """
 
     name: ClassVar[str]
     mode_prior_scale: ClassVar[float] = 1.0
-    """A sampler explores the whole prior, and a mode only its peak: modes need a wider one to fit as well."""
+    """The factor of the default standard deviations in a model with LoRA. A mode is only the peak of the posterior, of
+    which a sampler explores the whole: a mode needs a wider prior to fit as well."""
     num_chains: int = 4
     draws_per_chain: int = 1
     burn_in: float | None = None
@@ -77,7 +79,7 @@ class MethodConfig:
 
     @property
     def requirements(self) -> Requirements:
-        """The needs of this method, with these fields, of a run."""
+        """The record of what this method, with these fields, needs from a run."""
         return Requirements()
 
     def for_batches(self, batch_fraction: float) -> MethodConfig:
@@ -114,7 +116,7 @@ class MethodConfig:
         raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")
 
     def check_on_energy(self, dim: int) -> None:
-        """Check that the method can run on an energy of d numbers, which has no rows of data and no modules.
+        """Check that the method can run on an energy of ``dim`` parameters, which has no rows of data and no modules.
 
         Raises:
             ValueError: naming the setting that needs more.
@@ -126,7 +128,7 @@ class MethodConfig:
 
     @property
     def prior_std_by_expression(self) -> dict[str, float] | None:
-        """``prior_std`` if it maps expressions on names to numbers; None if it is one number, or left open."""
+        """The mapping of ``prior_std``, {regular expression: std}; None if ``prior_std`` is one number or None."""
         return self.prior_std if isinstance(self.prior_std, dict) else None
 
     @property

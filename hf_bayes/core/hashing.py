@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 MAX_ELEMENTS = 1 << 20
-"""The largest number of elements of a tensor that are hashed.
+"""The largest number of elements that are hashed of one tensor.
 
-Of a larger tensor this many elements are hashed, at even distances. An 8B model takes seconds.
+Of a larger tensor this many elements, evenly spaced, are hashed. A model of 8 billion weights takes seconds.
 """
 
 
@@ -29,7 +29,7 @@ def fingerprint_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with the parts of a quantised tensor of torchao in place of it."""
+    """Yield the named tensors. A tensor that torchao has quantised is replaced by its parts."""
     for name, tensor in named:
         if hasattr(tensor, "__tensor_flatten__"):
             inner, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""The state of a method around another one: the fields of both in one flat NamedTuple of tensors."""
+"""The state of a method that wraps another method: the fields of both in one flat NamedTuple of tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ def joined_state(own: Mapping[str, Tensor], inner: Any, *, prefix: str = "") -> 
     """Return the state with the fields ``own`` and those of ``inner``.
 
     Args:
-        own: name -> tensor. A field of ``inner`` of the same name is left out, so it must hold the same values.
+        own: name -> tensor, the fields of the outer method. A field of ``inner`` with the same name is left out, so it
+            must hold the same values.
         inner: the state of the inner method, a NamedTuple.
-        prefix: of the names of the inner fields.
+        prefix: the beginning of the names of the inner fields.
     """
     inner_kind: Any = type(inner)
     kind = _joined_type(tuple(own), inner_kind, prefix)
@@ -25,13 +26,13 @@ def joined_state(own: Mapping[str, Tensor], inner: Any, *, prefix: str = "") -> 
 
 
 def inner_state(state: Any) -> Any:
-    """Return the state of the inner method that ``joined_state`` was given, with the current values."""
+    """Return the state of the inner method, with its current values."""
     kind, prefix = type(state).inner, type(state).prefix
     return kind(**{name: getattr(state, f"{prefix}{name}") for name in kind._fields})
 
 
 def with_inner(state: Any, inner: Any) -> Any:
-    """Return the state with the values of another state of the inner method."""
+    """Return the joined state with the values of ``inner``, a state of the inner method."""
     prefix = type(state).prefix
     return state._replace(**{f"{prefix}{name}": value for name, value in inner._asdict().items()})
 

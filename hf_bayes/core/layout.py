@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 Kind = TypeVar("Kind")
-"""A class of modules, or a class of peft that its modules mix in."""
+"""A class of modules, or a class of peft from which modules also inherit."""
 
 _CHOICES = '"trainable", "last_layer", "last_block", "all" or a regular expression over parameter names'
 
@@ -65,7 +65,10 @@ class Layout:
         return torch.cat([tensors[name].reshape(*lead, -1) for name in self.names], dim=-1)
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
-        """Return views {name: [*lead, *shape]} of theta [*lead, d]; the backward of the single split is one cat."""
+        """Return views {name: [*lead, *shape]} of theta [*lead, d].
+
+        The views come from one split, so the backward pass is one concatenation.
+        """
         if theta.shape[-1] != self.dim:
             raise ValueError(f"theta must have {self.dim} columns ({len(self.names)} tensors), got {theta.shape[-1]}")
         pieces = theta.split(self.sizes, -1)
@@ -206,7 +209,7 @@ def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
 
 
 def _refuse_all_trainable(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Raise if no weight is frozen, apart from quantised weights and position tables, which come frozen."""
+    """Raise a ValueError if the caller froze no weight. Quantised weights and position tables do not count."""
     fixed = [n for n, p in parameters if not p.requires_grad and is_dense(p) and "position" not in n]
     trainable = {id(p): p.numel() for _, p in parameters if p.requires_grad}
     if fixed or not trainable:

@@ -1,4 +1,4 @@
-"""The record of what a method needs of a run, and of what its result is good for.
+"""The record of what a method needs from a run, and of the properties of its result.
 
 The trainer, the post-hoc fits and ``sample`` read this record. They never test which method they run.
 """
@@ -25,11 +25,11 @@ class Requirements:
             one batch from each process.
         gradient_variance: "needed": an evaluation without ``grad_variance`` is refused. "useful": it is estimated where
             that costs little. "none": it is not estimated.
-        gradient_variance_setting: the setting that makes this variance needed, as error messages quote it.
+        gradient_variance_setting: the setting that needs this variance, as error messages quote it.
         tensor_names_setting: the setting that selects tensors by name, as error messages quote it; empty without one.
         tensor_scales_setting: the setting that scales tensors relative to each other, likewise.
-        learning_rate: how a run without a learning rate finds one. "whitening": the method finds a step size of its
-            own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates.
+        learning_rate: how a run without a learning rate finds one. "whitening": the method finds a step size of its own
+            from the curvature, see ``Rule.early_passes``. "range_test": short trials of AdamW at several rates.
             "from_length": 1 / sqrt(n) for n updates. "unused": another setting takes its place. "given": it does not
             find one, so the user has to give one.
         gradients_per_update: the gradients that an update takes on the same rows, see ``Rule.anchor``.
@@ -48,7 +48,7 @@ class Requirements:
         ends_at_map: the first member (or the mean) of the posterior is itself a MAP estimate.
         predicts_linearised: the Gaussian belongs to a linearised model, whose predictions are better than the
             predictions of its members.
-        drops_inputs: the method drops inputs by masks of its own.
+        drops_inputs: the method applies dropout masks of its own to the inputs of layers.
     """
 
     all_data_in_every_update: bool = False
@@ -78,8 +78,8 @@ class Requirements:
     def least_rows(self, unit: str) -> int:
         """Return the smallest number of held-out rows.
 
-        A row of tokens has many likelihood terms, so a fifth of the rows will do; not fewer, since the tokens of a row
-        say similar things.
+        A row of tokens has many likelihood terms, so a fifth of the rows is enough. Fewer rows are not enough, because
+        the tokens of a row are correlated.
 
         Args:
             unit: the unit of a likelihood term, "token" or "example".

@@ -73,7 +73,7 @@ def _of_chain(seed: int, chain: int, device: torch.device | str, *, mirrored: bo
 
 
 def spare_generators(rngs: Rngs) -> list[torch.Generator]:
-    """Return generators for a state that is never used, so that the chains' generators do not advance."""
+    """Return generators for a state that is thrown away, so that the chains' own generators do not advance."""
     return [torch.Generator(device=rng.device).manual_seed(0) for rng in rngs]
 
 

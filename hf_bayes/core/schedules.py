@@ -44,7 +44,7 @@ def draw_steps(num_steps: int, *, burn_in: int, draws: int, thin: int | None) ->
 def place_in_cycle(step: int, draws: range) -> int:
     """Return the number of updates since the beginning of the cycle that contains update ``step`` (from 0).
 
-    A cycle ends in each draw, and the next cycle follows. The number is negative before the first whole cycle.
+    A cycle ends with each draw, and the next cycle follows. The number is negative before the first whole cycle.
     """
     begin = draws.start % draws.step
     return (step - begin) % draws.step if step >= begin else step - begin
@@ -90,7 +90,8 @@ class Cyclical(Schedule):
     updates come first, at the peak.
 
     Draws after a ramp are too cold, since the learning rate falls while the chain still warms up. Shorter ramps and
-    longer cycles make them less cold (docs/scale.md has figures). Momenta colder than their law reveal the effect.
+    longer cycles make them less cold (docs/scale.md has figures). The kinetic temperature, which is then below its law,
+    shows the effect.
 
     Attributes:
         ramp_up: the share of a cycle in which the temperature rises linearly from 0 to T; 0 keeps it at T.

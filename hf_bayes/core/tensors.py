@@ -1,4 +1,4 @@
-"""Batches: mappings that hold tensors beside values of other kinds."""
+"""Functions of batches, which are mappings that hold tensors and other values."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def shape_in_words(value: Any) -> str:
 
 
 def with_tensors(batch: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return a batch with ``change`` of each of its tensors, and with its other values as they are."""
+    """Return a copy of a batch in which ``change`` is applied to each tensor; other values stay as they are."""
     return {**batch, **{name: change(value) for name, value in tensors_in(batch).items()}}

@@ -26,16 +26,16 @@ class Evaluation(NamedTuple):
     """The values of the model at ``theta`` [M, d]. They do not include the prior, which is a separate object.
 
     Attributes:
-        log_lik: [M] log p(D | theta) in nats on the full-data scale; for a batch, an unbiased estimate. A trainer
-            passes it to kernels in float64, whatever the dtype of theta: they accept or reject by differences.
+        log_lik: [M] log p(D | theta) in nats on the full-data scale; for a batch, an unbiased estimate. Kernels get it
+            in float64 from a trainer, whatever the dtype of theta, because they accept or reject by small differences.
         grad_log_lik: [M, d] the gradient of ``log_lik``; None if only the value was requested.
         grad_variance: [M, S] the variance of an element of the gradient over random batches, averaged over each of
             the S random tensors; None unless the method uses it (``Requirements.gradient_variance``).
         batch_log_lik: [M, K] an unbiased estimate of ``log_lik`` from each of the K batches, whose mean it is; None if
             every evaluation uses all data.
         loss: [M] minus the mean log-likelihood of a term in these batches, for logs; None if there are no terms.
-        anchor_grad: [M, d] or [M, J, d] the gradient on the same batches at one other point or J (``Rule.anchor``);
-            None unless requested.
+        anchor_grad: [M, d] or [M, J, d] the gradient on the same batches at one other point, or at J other points
+            (``Rule.anchor``); None unless requested.
     """
 
     log_lik: Tensor
@@ -116,7 +116,7 @@ class Problem(NamedTuple):
     Attributes:
         num_data: N, the number of likelihood terms. Step sizes are per N: ``learning_rate`` multiplies grad U / N.
         prior: log p(theta).
-        learning_rate: l0, the peak step size of the schedule, which fixes frictions.
+        learning_rate: l0, the peak step size of the schedule; frictions are computed from it.
         own_step_size: the method finds its step size by itself (``Requirements.learning_rate``). ``learning_rate`` and
             the learning rates of updates are then factors of it.
         num_steps: number of updates in the whole run.
@@ -126,10 +126,10 @@ class Problem(NamedTuple):
         batch_fraction: n / N, the share of the data's rows in one batch; None if it is not known.
         update_fraction: R / N, the share of the data's rows in one update of a chain; None if it is not known.
         most_terms: the largest number of likelihood terms in one row of the data; None if they were not counted.
-        root_columns: number of columns of a root of a term's Fisher information in the model's outputs; None if it is
-            not known.
+        root_columns: number of columns of R, where R R' is the Fisher information of one likelihood term in the model's
+            outputs; None if it is not known.
         noise_std: the noise standard deviation of a regression; None for other likelihoods.
-        lacks: what curvature may need and the likelihood does not have, of "draw" and "fisher".
+        lacks: the functions that curvature may need and that the likelihood does not have: "draw", "fisher", or both.
         seed: seed of the draws by which a method compares priors.
     """
 
@@ -162,9 +162,9 @@ class HeldOut(NamedTuple):
 
     Attributes:
         part: the rows to score: "all", "even" or "odd".
-        num_members: the number of draws that will predict; None is M. Another number than M gives an estimate: the NLL
-            of n draws is close to a + b / n, and the mean NLL of single draws and that of the mixture give a and b. It
-            has no gradient.
+        num_members: the number n of draws that will predict; None is M. For another n than M the score is an estimate
+            without a gradient: the NLL of n draws is close to a + b / n, where the mean NLL of single draws (n = 1) and
+            the NLL of the mixture (n = M) determine a and b.
     """
 
     part: str
@@ -235,11 +235,11 @@ class FinalPassResult(NamedTuple):
 
 
 def no_anchor(state: Any) -> None:
-    """Return no points: the usual ``Rule.anchor``."""
+    """Return None, for no further points: the usual ``Rule.anchor``."""
 
 
 def scale_momentum(state: Any, ratio: float) -> Any:
-    """Return the state with its momentum, if it has one, at ``ratio`` times its temperature: the usual ``rescale``."""
+    """Return the state with its momentum, if any, at ``ratio`` times its temperature: the usual ``Rule.rescale``."""
     return state._replace(momentum=math.sqrt(ratio) * state.momentum) if hasattr(state, "momentum") else state
 
 
@@ -257,7 +257,8 @@ class Rule(NamedTuple, Generic[State]):
             finds settings of its own from passes over the data.
         anchor: state -> points [M, d] or [M, J, d] at which the next update needs the gradient, too
             (``Evaluation.anchor_grad``); None if it needs none.
-        rescale: (state, ratio) -> state of the same chains at ``ratio`` times the temperature, for another rule.
+        rescale: (state, ratio) -> state of the same chains at ``ratio`` times the temperature, with which another rule
+            goes on.
     """
 
     init: Callable[[Tensor, Rngs], State]

@@ -37,7 +37,7 @@ class Draws:
 
     @property
     def rows(self) -> Tensor:
-        """The rows of theta that stand in files: the draws."""
+        """The rows of theta that a saved posterior holds: the draws."""
         return self.theta
 
     @property
@@ -137,7 +137,7 @@ class Gaussian:
 
     @property
     def rows(self) -> Tensor:
-        """The rows of theta that stand in files: the means [K, d]."""
+        """The rows of theta that a saved posterior holds: the means [K, d]."""
         return self.means
 
     @property

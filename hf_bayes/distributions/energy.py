@@ -97,7 +97,7 @@ class FlatPrior:
 
 
 class ByColumn(NamedTuple):
-    """A prior in a form that serves for work on a few columns of theta at a time (``column_blocks.in_blocks``).
+    """A prior in a form for work on a few columns of theta at a time (``column_blocks.in_blocks``).
 
     Attributes:
         parameters: tensors [..., d], which are cut into the same columns as theta.

@@ -25,7 +25,7 @@ LORA_EFFECT = 1.0
 def build_prior(
     config: MethodConfig, layout: Layout, start: Tensor, model: nn.Module, inherited: Gaussian | None = None
 ) -> IndependentPrior | Gaussian:
-    """Build the prior of a config's ``prior``, ``prior_mean`` and ``prior_std``, or take an inherited posterior.
+    """Return the prior that a config describes, or an inherited posterior in its place.
 
     "he" multiplies ``prior_std`` by sqrt(2 / fan-in). Without a ``prior_std`` the factors of LoRA have ``lora_stds``.
 
@@ -60,7 +60,7 @@ def build_prior(
 
 
 def prior_stds(config: MethodConfig, layout: Layout, model: nn.Module) -> Any:
-    """Return ``prior_std`` of a config. In place of None: 1, or {name: std} of all tensors if the model has LoRA."""
+    """Return ``prior_std`` of a config. If it is None: 1, or for a model with LoRA {name: std} of all tensors."""
     if config.prior_std is not None:
         return config.prior_std
     default = {} if config.prior == "he" else lora_stds(model, layout)
@@ -82,8 +82,8 @@ def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:
     """Return sqrt(2 / fan-in) for a matrix or kernel [out, in, ...] and 1 for a bias or norm.
 
     The formula is eq. 64 of cold_posteriors, app. L.1. An embedding [vocabulary, width] counts as a matrix with
-    ``width`` inputs, which is right if the output head is tied to it. A lookup reads one input: its own He scale would
-    be sqrt(2).
+    ``width`` inputs, which is right if the output head is tied to it. As a table it has one input at a time, and its
+    own He scale would be sqrt(2).
     """
     if len(shape) < 2:
         return 1.0
@@ -95,9 +95,9 @@ def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:
 def lora_stds(model: nn.Module, layout: Layout) -> dict[str, float]:
     """Return {name: prior std} of LoRA's factors in units of their effect, so that rank and alpha do not matter.
 
-    A has the scale of peft's own initialisation, 1 / sqrt(3 fan-in), at which chains start. B has the std with which
-    the entries of Delta W = s B A have ``LORA_EFFECT`` times the RMS of the base weight: the variance of an entry is
-    s^2 r var(A) var(B). The RMS of a quantised weight is not known, and 1 / sqrt(fan-in) stands for it.
+    A has the std of peft's own initialisation, 1 / sqrt(3 fan-in), at which chains start. The std of B is chosen so
+    that an entry of Delta W = s B A has a std of ``LORA_EFFECT`` times the RMS of the base weight: the variance of an
+    entry is s^2 r var(A) var(B). The RMS of a quantised weight is not known; 1 / sqrt(fan-in) takes its place.
     """
     shapes = layout.named_shapes
     stds: dict[str, float] = {}

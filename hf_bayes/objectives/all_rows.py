@@ -13,11 +13,11 @@ from hf_bayes.objectives.passes import PassingObjective
 def gradient_of_all_rows(objective: PassingObjective, theta: Tensor, *, share: float = 1.0) -> Tensor | None:
     """Return grad log p(D | theta) [M, d], on the scale of an update's gradient.
 
-    It is None where the gradients of updates do not have this mean: with dropout they have other masks, and rows that
-    are private to a process are not weighted here.
+    The result is None if the gradients of updates do not have this mean: with dropout, because of its masks, and with
+    rows that are private to processes, because they are not weighted here.
 
     Args:
-        objective: of the model.
+        objective: the objective of the model.
         theta: [M, d] of the chains of this process. Processes that share these chains share the rows, too.
         share: the share of the rows to take. Below 1 the result is an estimate.
     """
@@ -28,7 +28,7 @@ def gradient_of_all_rows(objective: PassingObjective, theta: Tensor, *, share: f
     common = copy.copy(objective)
     common.shared = True  # all chains see each row
     model.train(objective.dropout)
-    # a curvature pass takes the part of this seed: an error that both had in common would not average out of a product
+    # another part than that of a curvature pass: in a product of both, an error in common would not average out
     total, data = torch.zeros_like(theta), data.part(share, objective.seed + 1)
     for batch in data.batches(range(data.num_rows)[objective.mesh.data_rank :: objective.mesh.data_size]):
         chunks = [slice(part.start, min(part.stop, len(theta))) for part in common.member_chunks(batch)]

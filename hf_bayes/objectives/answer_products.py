@@ -4,9 +4,9 @@ A pair is one likelihood term, and its outputs are the rewards of its two answer
 
     r_j = beta (sum_t log p(y_jt | x, y_j,<t) - log p_ref(y_j | x)).
 
-The reference has no random parameter. So a cotangent c [2] of the rewards is the cotangent beta c_j times the score of
-the token at every token of answer j. The head runs twice on a few positions at a time: first for the rewards, which
-determine c, and then for the VJPs.
+The reference has no random parameter. A cotangent c [2] of the rewards therefore gives each token of answer j the
+cotangent beta c_j times the score of the token. The head runs twice on a few positions at a time: first for the
+rewards, which determine c, and then for the VJPs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _TOKENS = Categorical()
 
 @dataclass(frozen=True)
 class OfAnswers:
-    """An estimator of tokens, whose cotangents follow from one cotangent of the answers.
+    """An estimator whose cotangents at tokens are computed from the cotangents of the answers.
 
     Attributes:
-        weights: [2 B + 1] the cotangents of the log-probabilities of all answers, and 0 for tokens of none.
+        weights: [2 B + 1] the cotangent of the log-probability of each answer, and 0 for tokens that belong to no
+            answer.
     """
 
     weights: Tensor
@@ -50,7 +51,7 @@ class OfAnswers:
 
 
 class AnswerPass(CausalPass):
-    """Language models on pairs of answers."""
+    """The pass of language models on pairs of answers."""
 
     @staticmethod
     def log_lik_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
@@ -73,7 +74,7 @@ class AnswerPass(CausalPass):
             reference = _reference(model, batch, texts, tokens)
         hidden, output = model.head.hidden(texts)
         index = _TOKENS.is_term(tokens).flatten().nonzero()[:, 0]
-        none = torch.empty(0, len(index), device=index.device)  # answers draw nothing, pairs do
+        none = torch.empty(0, len(index), device=index.device)  # labels are drawn for pairs, not for tokens
         answers = Terms(none, tokens.flatten()[index], index // tokens.shape[1], none)
         rewards = model.rewards(self._log_probs(hidden, output, index, answers, len(tokens))[None], reference)[0]
         pairs = Terms(
@@ -105,7 +106,7 @@ class AnswerPass(CausalPass):
         return sums
 
     def _add_log_lik(self, terms: Terms) -> None:
-        """Add nothing: the likelihood is that of choices, and ``add_batch`` has added it."""
+        """Add nothing: ``add_batch`` has already added the likelihood of the choices."""
 
     def _row_chunks(self, tokens: Tokens) -> Iterator[Tensor]:
         """Yield the places of the answers of each pair, filled up to equal length."""
@@ -123,7 +124,7 @@ class AnswerPass(CausalPass):
 
 
 def _with_filling(tokens: Tokens) -> Tokens:
-    """Return the tokens with one more at the end, which belongs to no answer: it fills up the shorter one of two."""
+    """Return the tokens and one that belongs to no answer, which fills up the shorter answer of a pair."""
     index, terms = tokens.positions, tokens.terms
     last = terms.labels[-1:]
     ordinals = torch.cat([terms.ordinals, terms.ordinals.new_full((len(last),), -1)])
@@ -135,7 +136,7 @@ def _with_filling(tokens: Tokens) -> Tokens:
 def _reference(
     model: BayesianModelForPreferences, batch: dict[str, Any], texts: dict[str, Any], tokens: Tensor
 ) -> Tensor:
-    """Return log p_ref [B, 2] of a batch of pairs, where the model is a single one (``as_single_model``)."""
+    """Return log p_ref [B, 2] of a batch of pairs; the model is a single one here (``as_single_model``)."""
     found = model.given_reference(batch)
     if found is not None:
         return found

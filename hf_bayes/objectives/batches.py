@@ -20,21 +20,21 @@ class ChainBatches:
     The stream is a pure function of (seed, chain): it does not change with the number of chains. A micro-batch holds
     ``batch_size`` rows of each chain, chain after chain; no batch is short. Processes that share chains take turns.
 
-    A permutation is used up before the next one begins (``order="epochs"``): rows of an update depend on those before.
-    Tests of batches need better: each batch is the beginning of a permutation of its own (``"independent"``), or each
-    update is (``"disjoint"``).
+    With ``order="epochs"`` a permutation is used up before the next one begins, so the rows of an update depend on
+    earlier rows. Methods that compare batches need more: with ``"independent"`` each batch is the beginning of a
+    permutation of its own, and with ``"disjoint"`` each update is.
 
     Args:
-        num_rows: n, of the data set.
+        num_rows: n, the number of rows of the data set.
         batch_size: rows of a micro-batch, per chain.
         accumulation: micro-batches of an update; R = batch_size * accumulation * data_size.
         chains: global indices of the chains; None means that all see the same rows.
-        seed: of the permutations.
-        data_rank, data_size: which of how many processes that share these chains.
+        seed: the seed of the permutations.
+        data_rank, data_size: the number of this process, from 0, and of all processes that share these chains.
         order: see above.
-        updates_per_epoch: None for as many as go through all rows once.
+        updates_per_epoch: updates of an epoch; None takes as many as go through all rows once.
     Raises:
-        ValueError: for more rows without repetition than there are.
+        ValueError: if a batch or an update needs more different rows than there are.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ChainBatches:
     def _row(self, stream: object, position: int) -> int:
         key = (stream, position // self.period)
         if key not in self._permutations:
-            # an update may straddle two permutations, never three of the past
+            # an update has rows of at most two permutations: older ones are dropped
             self._permutations = {k: v for k, v in self._permutations.items() if k[0] != stream or k[1] >= key[1] - 1}
             order = torch.randperm(self.num_rows, generator=generator(self.seed, "order", *key))
             self._permutations[key] = order[: self.period].tolist()
@@ -91,14 +91,15 @@ class ChainBatches:
 
 
 class FullPasses:
-    """A batch sampler for exact kernels: an update is one pass over all rows, in order, in batches of about one size.
+    """A batch sampler for exact kernels: an update is one pass over all rows, in order, in batches of about equal size.
 
     Args:
-        num_rows: n, of the data set.
-        batch_size: rows of a micro-batch, at most.
-        data_rank, data_size: which of how many processes that share these rows; all take as many micro-batches.
+        num_rows: n, the number of rows of the data set.
+        batch_size: the largest number of rows of a micro-batch.
+        data_rank, data_size: the number of this process, from 0, and of all processes that share these rows. All have
+            the same number of micro-batches.
     Raises:
-        ValueError: if there are too few rows for that.
+        ValueError: if there are too few rows for that many processes.
     """
 
     def __init__(self, num_rows: int, *, batch_size: int, data_rank: int = 0, data_size: int = 1) -> None:
@@ -126,18 +127,19 @@ class FullPasses:
 
 
 class WholeUpdates(IterableDataset[Any]):
-    """Micro-batches of a stream, pass after pass without end, and of each pass as many as make whole updates.
+    """The micro-batches of a stream, pass after pass without end. A pass ends after its last whole update.
 
-    Where a run is follows from the number of its updates alone, so that it can be resumed, and which rows an update
-    has does not depend on how it is cut into micro-batches and processes: update s of a pass takes its rows
-    [s * R, (s + 1) * R). The last rows of a pass, fewer than R, are not shown; shuffled anew they are others each time.
+    Update s of a pass takes its rows [s * R, (s + 1) * R), however they are divided into micro-batches and processes.
+    The position in the stream follows from the number of updates alone, so a run can be resumed. The last rows of a
+    pass, if they are fewer than R, are left out. A stream that is shuffled for each pass leaves out other rows each
+    time.
 
     Args:
-        loader: one pass, without short batches; its data set receives the number of each (``set_epoch``).
+        loader: the loader of a pass, without short batches. Its data set gets the number of each pass (``set_epoch``).
         accumulation: micro-batches of an update.
-        name: what the caller calls the data set, with its type.
+        name: the name of the data set in messages, with its type.
     Raises:
-        ValueError: when a pass turns out to hold less than an update.
+        ValueError: if a pass has fewer rows than an update.
     """
 
     def __init__(self, loader: DataLoader[Any], accumulation: int, *, name: str) -> None:

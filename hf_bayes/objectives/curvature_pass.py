@@ -42,7 +42,7 @@ class CurvaturePassResult(NamedTuple):
         gradient: grad log p(D | theta); None if it was not requested.
         num_rows: examples or sequences.
         num_terms: likelihood terms.
-        fallbacks: {parameter: why it is kept diagonally}.
+        fallbacks: {parameter: the reason for which only a diagonal of its curvature is kept}.
     """
 
     curvature: Curvature
@@ -68,22 +68,22 @@ def run_curvature_pass(
 ) -> CurvaturePassResult:
     """Return log-likelihood, gradient and curvature of all data at theta.
 
-    Dropout is off meanwhile. Memory is that of a training step with the batch (of a random head: plus the logits of one
-    row) and of what the structure keeps.
+    Dropout is off during the pass. The pass needs the memory of a training step on a batch, and the memory of the
+    result. With a random head it also needs the logits of one row.
 
     Args:
         theta: [d].
-        batches: gives rows of the data; labels as the model takes them.
-        num_rows: in the data.
+        batches: a function that returns rows of the data, with labels as the model takes them.
+        num_rows: the number of rows of the data.
         spec: estimator and structure.
-        scale: nats of the result per nat of a term: N over the number of terms, where N is not that number.
+        scale: the factor of the result: N over the number of terms, if these two differ.
         gradient: compute the gradient, too: for many rows and parameters from a part of the rows
             (``laplace.gradient_estimate``), for few rows at the cost of half a training step more, for ``ef_sequence``
             exactly and at no cost.
         seed: seed of labels and signs. Those of a row depend on its number, and not on batches or processes.
-        mesh: its processes that share a chain share the rows, too, and each returns the result for all rows; None is
-            one process.
-        context: entered around forwards, for autocast.
+        mesh: the processes. Those that share a chain share the rows, too, and each returns the result for all rows.
+            None is one process.
+        context: the context of each forward pass, for autocast.
     Raises:
         ValueError: before the pass, for a combination of estimator and structure that does not exist or has too many
             parameters; for data without terms or with gradients that are not finite.
@@ -111,7 +111,7 @@ class PassData(NamedTuple):
 def _outer_products(
     model: BayesianModel, theta: Tensor, data: PassData, spec: CurvatureSpec, *, gradient: bool
 ) -> CurvaturePassResult:
-    """Return the result for estimators that are sums of outer products of vector-Jacobian products."""
+    """Return the result for an estimator that is a sum of outer products of vector-Jacobian products (VJPs)."""
     estimator, hooks = spec.build_estimator(), LayerHooks(model.model, model.layout.names)
     run = partial(run_vjps, model, hooks, theta, data)
     accumulator, fallbacks = spec.accumulator(model.layout, theta, hooks.layers)

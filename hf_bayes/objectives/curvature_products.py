@@ -24,7 +24,7 @@ Job = tuple[Estimator, list[Accumulator]]
 
 
 class Pass:
-    """The VJPs of one batch after the other.
+    """The VJPs of the data, one batch after the other.
 
     Attributes:
         num_terms: number of likelihood terms of the batches so far.
@@ -92,7 +92,7 @@ class Pass:
 
 
 class OutputPass(Pass):
-    """Classifiers and regressors, of rows or of the tokens in them, and reward models of pairs."""
+    """The pass of classifiers and regressors, of rows or of tokens, and of reward models of pairs."""
 
     @staticmethod
     def log_lik_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
@@ -145,7 +145,7 @@ class Tokens(NamedTuple):
 
 
 class CausalPass(Pass):
-    """Causal language models: backbone once, head on a few positions at a time, as in training."""
+    """The pass of causal language models: the head runs on a few positions at a time, as in training."""
 
     @staticmethod
     def log_lik_of(model: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:

@@ -1,7 +1,7 @@
-"""Products of a model's curvature with vectors, and the gradients of its rows, batch by batch: neither is a matrix.
+"""Products of a model's curvature with vectors, and gradients of single rows, computed without a [d, d] matrix.
 
-Both use the pass and the estimators of the curvature (``curvature_pass``). The gradients of the rows of a batch [B, d]
-are the largest tensor.
+Both use the pass and the estimators of ``curvature_pass``. The largest tensor has the gradients of the rows of a batch,
+[B, d].
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ class DataAccess(NamedTuple):
 
     Attributes:
         batches: numbers of training rows -> these rows, in this order, in batches.
-        num_rows: of the training data here.
-        heldout: likewise, of held-out rows; None where there are none.
-        num_heldout: held-out rows.
-        hide: show no progress; None: only where there is no terminal.
+        num_rows: the number of training rows.
+        heldout: the same for held-out rows; None if there are none.
+        num_heldout: the number of held-out rows.
+        hide: True shows no progress bar; None shows one only on a terminal.
     """
 
     batches: Batches

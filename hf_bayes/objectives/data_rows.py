@@ -11,11 +11,11 @@ _EXPECTED = "a list or data set of rows, each a mapping such as {'input_ids': [.
 
 
 def require_dataset(dataset: Any, name: str, why: str = "N is needed to scale the likelihood") -> None:
-    """Raise a ValueError for what holds no rows: a text, a number, splits by name, an empty list.
+    """Raise a ValueError for a value that holds no rows: a text, a number, splits by name, an empty list.
 
     Args:
-        name: what the caller calls it.
-        why: it needs rows.
+        name: the name of the data in messages.
+        why: the reason why rows are needed.
     """
     if isinstance(dataset, Mapping):
         raise ValueError(
@@ -30,11 +30,11 @@ def require_dataset(dataset: Any, name: str, why: str = "N is needed to scale th
 
 
 def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``collate`` that names a row which is no mapping, where it fails.
+    """Return ``collate`` with another error where it fails: one that shows the first row which is not a mapping.
 
     Args:
-        collate: rows -> a batch. Some collators read other rows than mappings, and they may.
-        name: of the data, for the message.
+        collate: rows -> a batch. A collator may read rows that are not mappings; then it does not fail.
+        name: the name of the data in messages.
     """
 
     def collated(rows: Any) -> Any:

@@ -1,14 +1,15 @@
 """The drift of a Gaussian's epistemic uncertainty when its draws move by the exact energy of all rows.
 
-Hamiltonian dynamics leaves exp(-U / T) as it is. So if draws of a Gaussian are draws of the posterior, a short
-trajectory of each does not change their epistemic uncertainty (EU), whatever the dimension. If the mean or a width is
-wrong, EU moves towards the posterior's. With the velocity u ~ N(0, Sigma), that is with the masses Sigma^-1,
+Hamiltonian dynamics leaves exp(-U / T) invariant. So if the draws of a Gaussian are draws of the posterior, a short
+trajectory from each draw does not change their mean epistemic uncertainty (EU), in any dimension. If the mean or a
+width is wrong, EU moves towards the EU of the posterior. With the velocity u ~ N(0, Sigma), that is with the masses
+Sigma^-1,
 
     theta += h u / 2,   u -= h Sigma grad U(theta) / T,   theta += h u / 2
 
-whitens the energy, so every direction in which the Gaussian is right has the same period 2 pi. The same trajectories
-with the Gaussian's own energy keep its EU, and their random numbers are those of the exact ones. The ratio of the two
-EUs therefore has little noise.
+whitens the energy, so every direction in which the Gaussian is right has the same period 2 pi. Trajectories with the
+Gaussian's own energy keep its EU. They have the same random numbers as the exact trajectories, so the ratio of the two
+EUs has little noise.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ STEP, NUM_STEPS = 0.5, 2
 standard deviations, nearly all of the error in width and in mean is then gone; of smaller errors about half."""
 
 NUM_PAIRS = 2
-"""Pairs of draws on both sides of the mean, with opposite velocities: they cancel what an odd function would add."""
+"""The number of pairs of draws. The two draws of a pair are mirror images around the mean, with opposite velocities, so
+that odd functions cancel."""
 
 DRIFT_SHARE = 0.3
-"""The share of a run's gradients that the trajectories may take. They need all rows: part of the rows is another
-posterior. A run of 27 epochs can pay it."""
+"""The share of a run's gradients that the trajectories may take. They need all rows, because part of the rows has
+another posterior. A run of 27 epochs is long enough."""
 
 NUM_ROWS = 256
-"""Training rows whose EU is compared."""
+"""The number of training rows whose EU is compared."""
 
 MAX_CURVED = 1e-3
 """The largest relative curvature of outputs in theta that counts as linear: float32 rounding is below it."""
@@ -47,8 +49,8 @@ MAX_CURVED = 1e-3
 def measure_drift(objective: ModelObjective, plan: SpreadPlan, *, seed: int, temperature: float = 1.0) -> float | None:
     """Return the EU of a Gaussian's draws after trajectories of the exact energy, over the EU before.
 
-    It is None if it cannot be measured: for draws, for likelihoods without classes, for a linearised Gaussian of
-    another model than a linear one, or if the run is too short to pay it.
+    The result is None for draws, for likelihoods without classes, for a linearised Gaussian if the model is not linear
+    in theta, and for a run that is too short (``DRIFT_SHARE``).
     """
     found, data, model = plan.approximation, objective.data, objective.model
     if not isinstance(found, Gaussian) or data is None or not model.likelihood.predicts_classes:

@@ -21,7 +21,8 @@ from hf_bayes.objectives.passes import Pass
 class BetweenBatches:
     """The variance of a sum of k gradients g_i: k / (k - 1) sum_i (g_i - mean g)^2, a mean over each tensor.
 
-    It is as if rows were drawn with replacement: 1 / (1 - share of the data in an update) too large within an epoch.
+    The estimate is right for rows that are drawn with replacement. Within an epoch it is too large, by the factor
+    1 / (1 - share of the data in an update).
     """
 
     def __init__(self, theta: Tensor, sizes: tuple[int, ...]) -> None:
@@ -35,10 +36,10 @@ class BetweenBatches:
         self._count[members] += 1
 
     def of_sum(self, grad: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return the variance [M, S] of the sum ``grad`` [M, d]; None where there are fewer than two micro-batches.
+        """Return the variance [M, S] of the sum ``grad`` [M, d]; None if there are fewer than two micro-batches.
 
         Args:
-            total: sums a tensor, in place, over processes that hold other micro-batches.
+            total: a function that sums a tensor, in place, over the processes with other micro-batches.
         """
         squares, count = total(self._squares), total(self._count)[:, None]
         if bool((count < 2).any()):  # the rest at the end of a stream
@@ -57,20 +58,21 @@ def between_halves(
 ) -> Tensor | None:
     """Return the variance [M, S] of a micro-batch's gradient, from the two halves of its rows.
 
-    Gradients are sums over rows. With b and c of them in the halves, g / b - g' / c has 1 / b + 1 / c times the
-    variance of a row's, and the sum over all b + c rows has b + c times that: V = b c E (g / b - g' / c)^2.
+    Gradients are sums over rows. Let g and g' be the gradients of the halves, b and c their numbers of rows, and v the
+    variance of the gradient of one row. Then g / b - g' / c has the variance v (1 / b + 1 / c), and the sum over all
+    rows has the variance V = v (b + c). So V = b c E (g / b - g' / c)^2.
 
-    One half is passed, and the other is what is left of the whole. Dropout masks differ between passes: with dropout
-    both halves are passed, and the masks are part of the noise.
+    Only one half is passed through the model: the gradient of the other half is the rest of the whole. With dropout the
+    masks of passes differ, so both halves are passed, and the masks are part of the noise.
 
     Args:
         model: the model that is sampled.
-        batch: prepared.
-        grad: [M, d] of minus the log-likelihood of the whole.
+        batch: a prepared batch.
+        grad: [M, d] the gradient of minus the log-likelihood of the whole batch.
         passes: (a half, its number) -> what ``ModelObjective.passes`` yields.
         num_groups: the number of groups of rows in the batch: 1 if chains share rows, else the number of chains.
     Returns:
-        None where a chain has a single row.
+        [M, S]; None if a chain has a single row.
     """
     rows = num_rows_of(batch) // num_groups
     b, c = rows // 2, rows - rows // 2

@@ -1,4 +1,4 @@
-"""Held-out rows that judge draws: the mixture's nats, and their gradient in every draw."""
+"""The score of draws on held-out rows: the NLL of their mixture, and its gradient in every draw."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hf_bayes.models.base import BayesianModel
 
 
 class HeldOutRows:
-    """Answers ``types.HeldOut`` and ``types.HeldOutByRow``.
+    """The held-out rows of a run, which answer the requests ``types.HeldOut`` and ``types.HeldOutByRow``.
 
     Args:
         batches: numbers of rows -> these rows, in this order, in batches.
-        num_rows: R.
-        mesh: processes that share its chains share the rows, too, and each returns the sum over all rows.
-        context: entered around forwards, for autocast.
-        hide: show no progress; None: only where there is no terminal.
+        num_rows: the number of held-out rows.
+        mesh: the processes. Those that share chains share the rows, too, and each returns the result for all rows.
+        context: the context of each forward pass, for autocast.
+        hide: True shows no progress bar; None shows one only on a terminal.
     Raises:
-        ValueError: if the model is linearised, and predicts by no draws.
+        ValueError: if the model is linearised, because its predictions then use no draws.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class HeldOutRows:
         self._bar = tqdm(desc="held-out rows", unit="pass", disable=hide, leave=False)
 
     def close(self) -> None:
-        """End what shows the progress."""
+        """Close the progress bar."""
         self._bar.close()
 
     def __call__(self, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, Tensor | None]:
+        """Return the NLL of the mixture of draws ``theta`` [M, d], in nats per term, and its gradient [M, d]."""
         model = self.model
         theta = theta.to(model.theta)
         rows = self._own(self._rows(what.part))
@@ -118,7 +119,7 @@ class HeldOutRows:
             yield batch, log_lik
 
     def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
-        """-sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t): each draw by its share in every term."""
+        """Add -sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t), the share of draw m in term t."""
         shares = log_lik.to(theta).softmax(1).T
         size = len(next(iter(self.model.passes(batch))))
         for start in range(0, len(theta), size):
@@ -133,8 +134,8 @@ def _of_members(mixed: float, single: float, num_draws: int, num_members: int | 
     """Return the estimated NLL of a mixture of ``num_members`` draws; None is ``num_draws``.
 
     Args:
-        mixed: of the mixture of ``num_draws`` draws.
-        single: of one draw, on average.
+        mixed: the NLL of the mixture of ``num_draws`` draws.
+        single: the mean NLL of single draws.
     """
     if num_members is None or num_members == num_draws or num_draws == 1:
         return mixed

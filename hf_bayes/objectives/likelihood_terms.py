@@ -19,7 +19,7 @@ class TermCount(NamedTuple):
     """The numbers of likelihood terms of a data set.
 
     Attributes:
-        total: of all rows.
+        total: the number in all rows.
         most: the largest number in one row.
     """
 
@@ -44,14 +44,14 @@ def count_terms(
     """Count the likelihood terms of a data set as collated: loss tokens after the causal shift, or examples.
 
     Args:
-        dataset: sized; rows that ``collate`` takes.
-        shift: whether labels are those of the next token.
-        num_outputs: of the model, which its labels must fit; None looks at no label's value.
-        name: what the caller calls it.
-        both_halves: whether its even and its odd rows must each hold terms.
-        by_row: why a row of a batch must be a row of the data, and what to do where it is not, in words; None where a
-            collator may pack rows.
-        check: of inputs, such as a model's ``InputCheck``.
+        dataset: a data set with a length, whose rows ``collate`` takes.
+        shift: True if the label of a position is the next token.
+        num_outputs: the number of the model's outputs, which labels must fit; None does not check labels.
+        name: the name of the data set in messages.
+        both_halves: True if its even and its odd rows must each have terms.
+        by_row: the second half of the message to a user whose collator packs rows: why it must not, and what to do.
+            None if it may.
+        check: a check of the inputs of a batch, such as a model's ``InputCheck``.
     Raises:
         ValueError: if there is no row, no label, no term at all, a label out of range (naming a row), inputs that
             ``check`` refuses, a row that the collator cannot read, or a collator that packs rows where it must not.

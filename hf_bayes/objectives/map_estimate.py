@@ -1,4 +1,4 @@
-"""A MAP estimate beside a posterior: the point that averaging over weights is judged against."""
+"""A MAP estimate: the point estimate with which a posterior is compared."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def map_estimate(
     num_updates: int,
     progress: bool = False,
 ) -> Tensor:
-    """Follow an optimiser's rule from ``theta``; its step size falls linearly to 0.
+    """Return the MAP estimate that an optimiser finds from ``theta``. Its step size falls linearly to 0.
 
     Args:
-        rule: of ``map``.
-        objective: without dropout: a MAP estimate is defined without it.
-        theta: [1, d].
-        problem: what the rule was built for.
+        rule: the rule of the method ``map``.
+        objective: an objective without dropout: a MAP estimate is defined without it.
+        theta: [1, d] the start.
+        problem: the problem that the rule was built for.
         updates: the batches of each update, at least ``num_updates`` of them.
-        learning_rate: of the first update.
-        num_updates: how many.
-        progress: show a bar.
+        learning_rate: the step size of the first update.
+        num_updates: the number of updates.
+        progress: show a progress bar.
     Returns:
-        [1, d]
+        The estimate [1, d].
     Raises:
-        FloatingPointError: where the optimiser diverges.
+        FloatingPointError: if the optimiser diverges.
     """
     run = Run(rule, objective, theta, (), problem)
     steps = tqdm(range(num_updates), desc="MAP estimate, for comparison", disable=not progress, leave=False)

@@ -32,28 +32,28 @@ from hf_bayes.objectives.passes import Pass
 from hf_bayes.objectives.private_rows import Stratum
 
 SMALL_PASS_ROWS = 512
-"""Rows (members x sequences x positions) up to which members are folded in training."""
+"""The largest number of rows (members x sequences x positions) at which members are folded in training."""
 
 
 class ModelObjective:
     """The log-likelihood of the chains of this process; the only way from theta to numbers of the model.
 
     Args:
-        model: attached.
+        model: an attached model.
         scale: the size of the data and of an update.
         mesh: the processes; None is this one alone.
         chains: the chains of this process; None: those of the mesh.
         dropout: dropout is on, as in training.
-        shared: all chains see the same rows. Otherwise a batch holds rows of chain after chain.
-        in_float64: log-likelihoods stay in float64, for kernels, which compare energies.
+        shared: all chains see the same rows. Otherwise a batch has the rows of one chain after the other.
+        in_float64: log-likelihoods stay in float64, because kernels compare energies.
         returns_batches: an evaluation has ``batch_log_lik``.
         measures_noise: an evaluation with a gradient has ``grad_variance``, from its micro-batches.
-        seed: of dropout masks, which are a function of seed, chain, step and micro-batch.
-        members_per_pass: how many chains train together; None chooses by the length of a pass.
-        private: the place of this process among processes that keep their rows; None where rows are common.
-        context: entered around forwards, for autocast.
-        prepare: moves a batch to the device.
-        data: rows by number; None where no method needs them.
+        seed: the seed of dropout masks, which are a function of seed, chain, step and micro-batch.
+        members_per_pass: the number of chains in one pass; None chooses it by the length of a pass.
+        private: the rows of this process, if processes keep their rows to themselves; otherwise None.
+        context: the context of each forward pass, for autocast.
+        prepare: a function that moves a batch to the device.
+        data: rows by number; None if no method needs them.
     """
 
     words = FailureWords(
@@ -135,7 +135,7 @@ class ModelObjective:
         )
 
     def heldout(self, theta: Tensor, what: HeldOut, *, gradient: bool = True) -> tuple[float, Tensor | None]:
-        """Return the mixture's nats per held-out term for the draws ``theta`` [M, d], and their gradient."""
+        """Return the NLL of the mixture of draws ``theta`` [M, d], in nats per held-out term, and its gradient."""
         return self._heldout_rows()(theta, what, gradient=gradient)
 
     def _heldout_rows(self) -> HeldOutRows:
@@ -186,10 +186,10 @@ class ModelObjective:
 
         Args:
             theta: [M, d].
-            batch: prepared.
+            batch: a batch from ``prepare``.
             step, micro: numbers of the update and of the micro-batch, for dropout masks.
-            chunks: which members go together; None: ``member_chunks`` of the batch.
-            anchor: [M, d] or [M, J, d], where the gradient is computed, too.
+            chunks: the members of each pass; None takes ``member_chunks`` of the batch.
+            anchor: [M, d] or [M, J, d] further points at which the gradient is computed, too.
         """
 
         def at(point: Tensor, rows: dict[str, Any], members: slice) -> tuple[Tensor, Tensor | None]:
@@ -213,11 +213,11 @@ class ModelObjective:
                     yield Pass(members, *at(theta[members], rows, members), beside(rows, members))
 
     def member_chunks(self, batch: dict[str, Any]) -> list[slice]:
-        """Return which members train together: as many as keep passes small.
+        """Return the members of each pass: as many together as keep the pass small.
 
-        Arithmetic bounds long passes: folding gains little there and costs the activations of every member. Overhead
-        bounds short passes, and folding divides it. A shared trunk runs once for all passes, but not with dropout: then
-        all members go in one pass.
+        Arithmetic takes most of the time of long passes. Folding members gains little there, and needs memory for the
+        activations of every member. Overhead takes most of the time of short passes, and folded members share it. A
+        shared trunk runs once for all passes. With dropout it cannot, so all members then go in one pass.
         """
         count, trunk = len(self.chains), self.model.members.trunk
         rows = num_rows_of(batch) // (1 if self.shared else count)
@@ -245,7 +245,7 @@ class ModelObjective:
         return self.mesh.sum_over_data(terms.to(self.model.device)).expand(len(self.chains))
 
     def _trunk_once(self, batch: dict[str, Any], *, shared: bool) -> AbstractContextManager[None]:
-        """Return the context of passes over a micro-batch that is ``shared``, or over rows of a chain's own."""
+        """Return a context in which the trunk runs once for a batch, if the rows of the run are shared like these."""
         trunk = self.model.members.trunk
         if shared != self.shared or (self.model.training and trunk.has_dropout):
             return nullcontext()

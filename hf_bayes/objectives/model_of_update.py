@@ -70,9 +70,10 @@ class ModelOfUpdate:
         return self._on_all_data(log_liks, grad, anchor_grad, noise, variance, len(chosen))
 
     def _variance_between_halves(self, theta: Tensor, grad: Tensor) -> Tensor | None:
-        """Return the variance of ``grad`` [M, d], of minus the log-likelihood on the update's single micro-batch."""
+        """Return the variance of ``grad`` [M, d], the gradient of minus the log-likelihood of a single micro-batch."""
         objective, batch = self._objective, self._objective.prepare(self._mine[0])
-        chunks = objective.member_chunks(batch)  # of the whole: more members of half the rows would need more memory
+        # those of the whole batch: more members in a pass of half the rows would need more memory
+        chunks = objective.member_chunks(batch)
         options: dict[str, Any] = {"gradient": True, "step": self._step, "chunks": chunks}
         return between_halves(
             objective.model,
@@ -93,7 +94,7 @@ class ModelOfUpdate:
     ) -> Evaluation:
         """Sum over the processes that share these chains, and scale the sums to all data."""
         objective, share, terms = self._objective, num_chosen / self._count, self.terms.double().clamp_min(1)
-        # the only numbers that processes with other rows of these chains exchange: K a chain, and the gradient
+        # all that processes with other rows of these chains exchange: K numbers for each chain, and the gradient
         log_liks = objective.mesh.sum_over_data(log_liks)
         scale = torch.as_tensor(objective.scale.factor(terms) / share, dtype=torch.float64, device=log_liks.device)
         scale = scale.view(-1, 1)
@@ -110,6 +111,6 @@ class ModelOfUpdate:
         loss = -log_liks.sum(1) / (share * terms)
         if variance is not None:
             variance = scale.to(variance) ** 2 * variance
-        # a kernel accepts by differences of a nat, and float32 counts energies near 1e7 in whole ones
+        # a kernel accepts by differences below one nat, and float32 rounds energies near 1e7 to whole nats
         log_lik = log_lik if objective.in_float64 or grad is None else log_lik.to(grad.dtype)
         return Evaluation(log_lik, grad, variance, columns, loss, anchor_grad)

@@ -18,10 +18,10 @@ class Settings(NamedTuple):
     """The settings that a run is made with.
 
     Attributes:
-        method: with numbers in place of what was left open.
-        learning_rate: the peak; None where the method finds a step size of its own during the run, in which every
-            update has learning rate 1.
-        trial: what was tried for it; None if nothing was.
+        method: the config, with numbers in place of settings that were left open.
+        learning_rate: the peak. None if the method finds a step size of its own during the run; every update then has
+            learning rate 1.
+        trial: the result of a trial of learning rates; None without a trial.
     """
 
     method: MethodConfig
@@ -43,7 +43,7 @@ def settle(
     Args:
         method: as the user gave it.
         learning_rate: as the user gave it; None leaves it to the method.
-        trial: tries learning rates of AdamW; None if that is not possible here.
+        trial: a function that tries learning rates of AdamW; None if that is not possible here.
         found: the rate that an earlier trial of the same run has found, for a run that resumes.
         falls: the learning rate of an optimiser falls linearly to 0; False leaves that to the caller.
     Raises:

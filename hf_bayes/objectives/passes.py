@@ -1,4 +1,4 @@
-"""The description of a ``ModelObjective`` for its parts, which its own module imports: they cannot import it."""
+"""The interface of ``ModelObjective`` for modules that its own module imports, and that cannot import it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Pass(NamedTuple):
     """One pass of some members over a micro-batch.
 
     Attributes:
-        members: which chains.
-        loss: [m] minus the sum of their log-likelihoods.
-        grad: [m, d] its gradient; None if it was not asked for.
+        members: the chains of the pass.
+        loss: [m] minus the log-likelihood of the micro-batch, summed over its terms.
+        grad: [m, d] the gradient of the loss; None if it was not requested.
         anchor_grad: [m, d] or [m, J, d] the gradient at the anchor; None without one.
     """
 
@@ -54,7 +54,7 @@ class PassingObjective(Protocol):
         ...
 
     def member_chunks(self, batch: dict[str, Any]) -> list[slice]:
-        """Return which members train together."""
+        """Return the members of each pass."""
         ...
 
     def passes(

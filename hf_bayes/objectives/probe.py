@@ -1,15 +1,15 @@
 """A probe: a few likelihood terms of the training data, whose values under every chain show whether chains agree.
 
-The probe is about ``PROBE_TERMS`` likelihood terms. Of rows with one label it holds fewer terms where their forwards
-would cost more than a fiftieth of the run's, and never fewer than ``LEAST_ROWS`` rows. After every ``probe_steps``
-updates and at the draws of every chain, the log-probabilities of its labels are kept, and logits of other classes:
-functions that no symmetry of a LoRA blurs, and nothing of the vocabulary's size.
+The probe has about ``PROBE_TERMS`` likelihood terms. If each row has one label, it may have fewer: its forward passes
+may cost at most a fiftieth of the run's, but it has at least ``LEAST_ROWS`` rows. After every ``probe_steps`` updates,
+and at the draws of every chain, it keeps the log-probabilities of its labels and some logits of other classes. These
+are functions of the model's outputs, which the symmetries of a LoRA do not change. Their number does not depend on the
+size of the vocabulary.
 
-A term has all its logits where there are at most ``MAX_CLASSES`` of them. Otherwise it has the logits of the
-``MOST_LIKELY`` classes, other than the label, that are largest at the start of the run: what the model took for
-possible before any chain had moved. They are the same for all chains, processes and times, and a resumed run finds
-them again. A chain keeps 8 bytes a term and 4 bytes a logit: at most 256 * (8 + 4 * 8) = 10 kB each time, 80 MB for
-8 chains and 1000 times.
+A term keeps all its logits if there are at most ``MAX_CLASSES`` of them. Otherwise it keeps the logits of
+``MOST_LIKELY`` classes: those that have the largest logits at the start of the run, without the label. The classes are
+the same for all chains, processes and times, and a resumed run finds the same ones. A chain keeps 8 bytes a term and 4
+bytes a logit: at most 256 * (8 + 4 * 8) = 10 kB each time, 80 MB for 8 chains and 1000 times.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class Probe:
     """The values of a few terms under theta. Rows and classes are chosen at the first call.
 
     Args:
-        objective: gives model, mesh, private rows and autocast.
-        choose: (fewest terms) -> prepared batches with labels.
-        start: [d] the start of the run, which decides whose logits are kept.
-        seed: of the choice of classes where the head is drawn anew.
+        objective: the objective, for its model, mesh, private rows and autocast.
+        choose: number of terms -> prepared batches with labels, which have at least so many terms.
+        start: [d] the start of the run, which decides for which classes logits are kept.
+        seed: the seed of the choice of classes, for a head that is drawn anew.
     """
 
     def __init__(
         self, objective: ModelObjective, choose: Callable[[int], list[dict[str, Any]]], start: Tensor, *, seed: int
     ) -> None:
         self._objective, self._choose, self._start, self._seed = objective, choose, start, seed
-        self._likelihood = objective.model.likelihood  # a fit at the end of the run may put another one there
+        self._likelihood = objective.model.likelihood  # a fit at the end of the run may replace it
         self.batches: list[dict[str, Any]] | None = None
         self.columns: Tensor | None = None
 
     def __call__(self, theta: Tensor) -> ProbeValues:
-        """Return log-probabilities and logits under theta [M, d]; of private rows, their mean in each process."""
+        """Return log-probabilities and logits under theta [M, d]; for private rows, one mean for each process."""
         objective, likelihood = self._objective, self._likelihood
         if self.batches is None:
             self.batches = self._choose(PROBE_TERMS)
@@ -86,10 +86,10 @@ class Probe:
         return ProbeValues(objective.mesh.sum_over_data(means).cpu(), torch.zeros(len(found), 0))
 
     def _choose_columns(self, batches: list[dict[str, Any]]) -> Tensor | None:
-        """Return the classes of each term whose logits are kept [n, k]; None: all.
+        """Return the classes [n, k] whose logits are kept for each term; None keeps all.
 
-        A resumed run finds the same ones: of a vocabulary by a head that comes with the base model, of many classes,
-        whose head may be drawn anew, by the seed.
+        A resumed run finds the same classes. For a language model they follow from its head, which comes with the base
+        model. The head of a classifier may be drawn anew, so its classes are drawn with the seed.
         """
         objective, rng = self._objective, generator(self._seed, "probe")
         model = objective.model

@@ -1,8 +1,8 @@
 """A learning rate for AdamW from a short trial of several rates at once, on the member axis.
 
 Every rate is a member that starts at the same weights and sees the same minibatches, for n updates with a rate that
-falls linearly to 0. The best of them has the lowest mean loss over the last third of its updates. A longer run wants a
-smaller rate: its steps add up. With N updates the rate is
+falls linearly to 0. The best of them has the lowest mean loss over the last third of its updates. A longer run needs a
+smaller rate, because its steps add up. With N updates the rate is
 
     l = best sqrt(n / N)
 
@@ -26,7 +26,7 @@ from hf_bayes.core.types import Problem
 from hf_bayes.methods.registry import adamw_at_rates
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-"""The rates of a trial, if the run can pay for all of them."""
+"""The rates of a trial, if the run is long enough for all of them."""
 
 SHARE = 0.1
 """The share of a run's gradients that a trial may take."""
@@ -38,17 +38,17 @@ TYPICAL = 0.12
 """The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 150 updates, 1e-3 for 14,400, 2e-4 for 4e5."""
 
 SHORT_FACTORS, SHORT_SHARE, SHORT_UPDATES = (0.1, 0.3, 1.0), 0.2, 4
-"""A trial of a short run: its rates over the usual one, the largest share of the run, and its least updates. Its rates
-are so far apart that a few updates on the same rows can tell them apart."""
+"""The trial of a short run: its rates as factors of the usual rate, its largest share of the run, and its smallest
+number of updates. The rates are far enough apart to be compared after a few updates on the same rows."""
 
 
 class RangeTest(NamedTuple):
     """The result of a trial.
 
     Attributes:
-        learning_rate: for the run.
+        learning_rate: the learning rate for the run.
         losses: rate -> mean loss of a likelihood term over the last third of its updates, in nats; empty without trial.
-        num_updates: n, updates of the trial; 0 if the run is too short to pay for one.
+        num_updates: n, updates of the trial; 0 if the run is too short for one.
     """
 
     learning_rate: float
@@ -67,7 +67,7 @@ class RangeTest(NamedTuple):
 
 
 class TrialPlan(NamedTuple):
-    """The rates of a trial, and its number n of updates; no rates if the run cannot pay for a trial."""
+    """The rates of a trial, and its number n of updates; no rates if the run is too short for a trial."""
 
     rates: tuple[float, ...]
     num_updates: int
@@ -99,7 +99,7 @@ def range_test(
     """Try the rates of a plan and return a learning rate for ``num_steps`` updates of AdamW.
 
     Args:
-        objective: for as many chains as there are rates, which share their rows.
+        objective: the objective of as many chains as there are rates, which share their rows.
         start: [d], where all members begin.
         problem: the run that the rate is for.
         updates: the batches of each update.

@@ -1,4 +1,4 @@
-"""The width of a posterior along the directions that the data rule, measured on training rows (``ruled_spread``)."""
+"""The width of a posterior in the directions that the data determine, measured on training rows (``ruled_spread``)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.uncertainty.likelihoods import lacks_of
 
 NUM_DRAWS = {"draws": 16, "gaussian": 8}
-"""The number of draws: more of chains, whose draws may depend on each other. Of n directions that the data rule, the
-relative standard error is sqrt(2 / (8 n)): 11 % for 20 of them."""
+"""The number of draws; it is larger for chains, whose draws may depend on each other. If the data determine n
+directions, the relative standard error of 8 independent draws is sqrt(2 / (8 n)): 11 % for n = 20."""
 
 LEAST_ROWS = 64
 """The smallest number of rows in a pass."""
@@ -33,12 +33,12 @@ SPREAD_SHARE = 0.05
 """The share of a run's gradients that the measurement may take."""
 
 LINEAR_STEP = 0.1
-"""The factor of the deviations where predictions are linearised: members of such a Gaussian may be far outside the
-region in which the model is linear, and its predictions are not made by them."""
+"""The factor of the deviations if predictions are linearised. The members of such a Gaussian may be far outside the
+region in which the model is linear, and predictions do not use them."""
 
 
 class SpreadPlan(NamedTuple):
-    """The draws to measure, and the energy that they should have.
+    """The draws to measure, and the posterior of which they should be draws.
 
     Attributes:
         approximation: draws of all chains, or a Gaussian; of a mixture of Gaussians the first one is measured.
@@ -46,8 +46,8 @@ class SpreadPlan(NamedTuple):
         shapes: name -> shape of each random tensor.
         prior_weight: the factor of the prior's energy.
         linearised: the Gaussian predicts by a linearised model.
-        num_gradients: the gradients of one row that the run took, over all chains.
-        mirrored: chain 2k + 1 had minus the noise of chain 2k.
+        num_gradients: the number of gradients of one row that the run took, over all chains.
+        mirrored: True if chain 2k + 1 had minus the noise of chain 2k.
     """
 
     approximation: Approximation
@@ -60,9 +60,10 @@ class SpreadPlan(NamedTuple):
 
 
 def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) -> RuledSpread | None:
-    """Return the temperature along the directions that the data rule; None if it cannot be measured.
+    """Return the temperature in the directions that the data determine; None if it cannot be measured.
 
-    It needs rows by number, one process for all chains, 4 draws, and ``SPREAD_SHARE`` of a run long enough to pay it.
+    The measurement needs rows by number, one process for all chains, 4 draws, and a run that is long enough for its
+    cost (``SPREAD_SHARE``).
     """
     data, found, plan = objective.data, plan.approximation, plan._replace(prior=plan.prior.to(objective.model.theta))
     if data is None or objective.private is not None or objective.scale.num_terms is None:
@@ -79,7 +80,7 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
             return None
         try:
             ruled, num_ruled = _ruled(objective, plan, point, step * (draws - center), share)
-        except ValueError:  # a module without gradients of single rows, as one that is called twice
+        except ValueError:  # a module has no gradients of single rows, such as one that is called twice
             return None
     if num_ruled < 1:
         return None

@@ -32,9 +32,9 @@ class StartedRun(NamedTuple):
 
     Attributes:
         run: the chains.
-        objective: what they sample.
+        objective: the log-likelihood that they are run on.
         prior: log p(theta).
-        settings: the method with numbers in place of what was left open.
+        settings: the method, with numbers in place of settings that were left open.
     """
 
     run: Run[Any]
@@ -79,7 +79,7 @@ def start_run(
     progress: bool = False,
     **options: Any,
 ) -> StartedRun:
-    """Return the chains of a method on a model, each at a seeded place of its own.
+    """Return the chains of a method on a model, each with a seeded starting point of its own.
 
     Args:
         model: attached.
@@ -87,16 +87,18 @@ def start_run(
         scale: the size of the data and of an update.
         num_steps: updates of the run.
         learning_rate: the peak of its schedule; None leaves it to the method, see ``own_settings``.
-        seed: of starting points, noise and dropout masks.
-        start: [d], the weights that chains start around; None: those of the model.
-        theta: [M, d], where the chains here start; None draws them around ``start``.
-        inherited: the posterior that is the prior; None takes the method's own prior.
+        seed: the seed of starting points, noise and dropout masks.
+        start: [d] the weights around which chains start; None takes those of the model.
+        theta: [M, d] the starting points of the chains of this process; None draws them around ``start``.
+        inherited: an earlier posterior, which is the prior; None takes the prior of the config.
         mesh: the processes; None is this one alone.
         most_terms, batch_fraction: likelihood terms of the largest row, and the share of the data in a batch, if known.
-        trial_updates: returns the batches of updates that all chains share, to try learning rates of AdamW on.
+        trial_updates: a function that returns the batches of updates, shared by all chains, on which learning rates of
+            AdamW are tried.
         found_rate: the rate that this trial has found, for a run that resumes.
-        falls: without a learning rate an optimiser's falls linearly to 0; False leaves that to the caller.
-        progress: show a bar for the trial.
+        falls: in a run without a learning rate, the learning rate of an optimiser falls linearly to 0; False leaves
+            that to the caller.
+        progress: show a progress bar for the trial.
         options: further arguments of ``ModelObjective``, such as ``shared`` or ``context``.
     Raises:
         ValueError: if the method cannot run on this problem.
@@ -155,7 +157,7 @@ def _trial(
     *,
     progress: bool,
 ) -> Trial:
-    """Return the function that tries learning rates on members of their own, which share their rows."""
+    """Return the function that tries learning rates, one member for each rate, on the same rows."""
 
     def trial(plan: TrialPlan, adamw_steps: int) -> RangeTest:
         objective = objective_of(chains=range(len(plan.rates)))

@@ -10,30 +10,24 @@ and draws of a network on handwritten digits, where descent from each draw to a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
-from torch.distributions import MultivariateNormal
-from torch.nn import functional as F
 
 from hf_bayes.chains.sampling import sample
 from hf_bayes.core.rng import generator
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.averaging.swag import SWAGConfig
 from hf_bayes.methods.sgmcmc.agps import AGPSConfig
-from hf_bayes.metrics import expected_calibration_error
+from scripts.reproduce.agps_probe_digits import NUM_TRAIN, Digits, barrier, predictions, untrained
+from scripts.reproduce.agps_probe_laws import LAWS, Law
 from scripts.reproduce.report import keep, legend_once, spread, table
 
 NAME = "agps_probe"
-PIXELS, HIDDEN, CLASSES = 64, 30, 10
-SIZES = (PIXELS * HIDDEN, HIDDEN, HIDDEN * CLASSES, CLASSES)
-PRIOR_STD = 0.5
-NUM_TRAIN = 1200
 
 
 @dataclass(frozen=True)
@@ -64,81 +58,6 @@ def swag(draws: Tensor, num_draws: int, seed: int) -> Tensor:
     return SWAGConfig(rank=len(draws)).through(draws).sample(num_draws, generator(seed, "swag"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- laws
-
-
-class Law(NamedTuple):
-    """A distribution in ten dimensions with a known number of modes.
-
-    Attributes:
-        energy: U [M] of theta [M, 10], up to a constant.
-        draw: a function that makes independent draws with a generator.
-        modes: the number of modes.
-    """
-
-    energy: Callable[[Tensor], Tensor]
-    draw: Callable[[int, torch.Generator], Tensor]
-    modes: int
-
-
-DIM, BEND, EQUAL = 10, 0.1, 0.95
-
-
-def _normals(count: int, rng: torch.Generator) -> Tensor:
-    return torch.randn(count, DIM, dtype=torch.float64, generator=rng)
-
-
-def _correlated() -> Law:
-    """Return a Gaussian whose coordinates all have correlation 0.95."""
-    covariance = torch.full((DIM, DIM), EQUAL, dtype=torch.float64).fill_diagonal_(1.0)
-    density = MultivariateNormal(torch.zeros(DIM, dtype=torch.float64), covariance)
-
-    def draw(count: int, rng: torch.Generator) -> Tensor:
-        return _normals(count, rng) @ density.scale_tril.T
-
-    return Law(lambda theta: -density.log_prob(theta), draw, 1)
-
-
-def _bent() -> Law:
-    """Return theta_1 ~ N(0, 1), theta_2 ~ N(theta_1^2, 0.1^2), all others N(0, 1): one mode, along a parabola."""
-
-    def energy(theta: Tensor) -> Tensor:
-        off = (theta[:, 1] - theta[:, 0].square()) / BEND
-        return 0.5 * (theta.square().sum(1) - theta[:, 1].square() + off.square())
-
-    def draw(count: int, rng: torch.Generator) -> Tensor:
-        theta = _normals(count, rng)
-        theta[:, 1] = theta[:, 0].square() + BEND * theta[:, 1]
-        return theta
-
-    return Law(energy, draw, 1)
-
-
-def _two(distance: float) -> Law:
-    """Return an equal mixture of N(-distance / 2, 1) and N(distance / 2, 1) in theta_1, all others N(0, 1)."""
-
-    def energy(theta: Tensor) -> Tensor:
-        first = torch.stack([-0.5 * (theta[:, 0] - at).square() for at in (-distance / 2, distance / 2)])
-        return 0.5 * theta[:, 1:].square().sum(1) - first.logsumexp(0)
-
-    def draw(count: int, rng: torch.Generator) -> Tensor:
-        theta = _normals(count, rng)
-        side = torch.randint(2, (count,), generator=rng)
-        theta[:, 0] += distance * (side - 0.5)
-        return theta
-
-    return Law(energy, draw, 2)
-
-
-LAWS = {
-    "independent normals": Law(lambda theta: 0.5 * theta.square().sum(1), _normals, 1),
-    "correlated normals": _correlated(),
-    "bent": _bent(),
-    "two normals, 5 apart": _two(5.0),
-    "two normals, 10 apart": _two(10.0),
-}
-
-
 def on_law(law: Law, settings: Settings) -> dict[str, dict[str, list[float]]]:
     """Return mean U of draws of the law, of draws of a-GPS (lambda = 3) on it, and of SWAG through each, by run."""
     count = settings.num_draws
@@ -160,59 +79,6 @@ def on_law(law: Law, settings: Settings) -> dict[str, dict[str, list[float]]]:
     return result
 
 
-# -------------------------------------------------------------------------------------------------------------- digits
-
-
-class Digits(NamedTuple):
-    """The rows of scikit-learn's 8 x 8 handwritten digits: x [n, 64] in [0, 1], y [n]."""
-
-    x: Tensor
-    y: Tensor
-
-    @classmethod
-    def split(cls) -> tuple[Digits, Digits]:
-        """Split the rows: 1200 for training, all further ones for testing."""
-        data = load_digits()
-        order = torch.randperm(len(data.target), generator=generator("digits"))
-        x, y = torch.from_numpy(data.data).float()[order] / 16, torch.from_numpy(data.target)[order]
-        return cls(x[:NUM_TRAIN], y[:NUM_TRAIN]), cls(x[NUM_TRAIN:], y[NUM_TRAIN:])
-
-    def nll(self, theta: Tensor, picked: Tensor | None = None) -> Tensor:
-        """Return the mean NLL [M] over all rows, or over the ``picked`` rows [M, B] of each member."""
-        x, y = (self.x, self.y) if picked is None else (self.x[picked], self.y[picked])
-        labels = y.expand(len(theta), -1)
-        return F.cross_entropy(logits(theta, x).mT, labels, reduction="none").mean(1)
-
-    def energy(self, theta: Tensor, picked: Tensor | None = None) -> Tensor:
-        """Return U [M] of the posterior with prior N(0, 0.5^2)."""
-        return len(self.x) * self.nll(theta, picked) + 0.5 * theta.square().sum(1) / PRIOR_STD**2
-
-    def batches(self, members: int, size: int, seed: int) -> Callable[[], Iterator[Tensor]]:
-        """Return passes over the rows, in a separate order for each member."""
-        rng = generator(seed, "order")
-
-        def one_pass() -> Iterator[Tensor]:
-            order = torch.stack([torch.randperm(len(self.x), generator=rng) for _ in range(members)])
-            return iter(order[:, : len(self.x) // size * size].split(size, 1))
-
-        return one_pass
-
-
-def logits(theta: Tensor, x: Tensor) -> Tensor:
-    """Return logits [M, n, 10] of theta [M, d] at x [n, 64] or [M, n, 64], for one hidden layer of 30 ReLUs."""
-    w1, b1, w2, b2 = theta.split(SIZES, 1)
-    x = x.expand(len(theta), -1, -1)
-    hidden = torch.baddbmm(b1[:, None], x, w1.unflatten(1, (PIXELS, HIDDEN))).relu()
-    return torch.baddbmm(b2[:, None], hidden, w2.unflatten(1, (HIDDEN, CLASSES)))
-
-
-def untrained(members: int, seed: int) -> Tensor:
-    """Return new networks [M, d]: weights N(0, 2 / fan-in) and N(0, 1 / fan-in), biases 0."""
-    rng = generator(seed, "untrained")
-    scales = (math.sqrt(2 / PIXELS), 0.0, math.sqrt(1 / HIDDEN), 0.0)
-    return torch.cat([s * torch.randn(members, n, generator=rng) for s, n in zip(scales, SIZES, strict=True)], 1)
-
-
 def descend(theta: Tensor, train: Digits, steps: int, settings: Settings) -> Tensor:
     """Return the end points [M, d] of AdamW with a shrinking learning rate."""
     return sample(
@@ -222,33 +88,11 @@ def descend(theta: Tensor, train: Digits, steps: int, settings: Settings) -> Ten
     ).draws[:, -1]  # fmt: skip
 
 
-def barrier(first: Tensor, second: Tensor, train: Digits) -> Tensor:
-    """Return [M]: the largest rise of the training NLL between two ends [M, d] above the line through their NLLs."""
-    at = torch.linspace(0, 1, 21).tolist()
-    along = torch.stack([train.nll(torch.lerp(first, second, t)) for t in at])
-    straight = torch.stack([torch.lerp(along[0], along[-1], t) for t in at])
-    return (along - straight).amax(0)
-
-
 def blind(start: Tensor, max_std: float, settings: Settings, steps_per_draw: int) -> Tensor:
     """Return draws [M, S, d] of a random walk with steps N(0, lambda^2), without gradients, at the spacing of a-GPS."""
     rng, count = generator("blind"), settings.num_draws
     steps = torch.randn(len(start), count, start.shape[1], generator=rng) * max_std * math.sqrt(steps_per_draw)
     return start[:, None] + steps.cumsum(1)
-
-
-def predictions(draws: Tensor, test: Digits) -> dict[str, float]:
-    """Return the error in percent and NLL in nats of the mixture of draws [S, d], and the mean NLL of single draws."""
-    log_probs = logits(draws, test.x).double().log_softmax(-1)
-    mixed = log_probs.logsumexp(0) - math.log(len(draws))
-    confidence, label = mixed.exp().max(1)
-    correct = (label == test.y).double()
-    return {
-        "accuracy": 100 * float(correct.mean()),
-        "ece": 100 * expected_calibration_error(confidence.numpy(), correct.numpy()),
-        "nll": float(F.nll_loss(mixed, test.y)),
-        "single": float(test.nll(draws).mean()),
-    }
 
 
 def judged(draws: Tensor, train: Digits, test: Digits, settings: Settings) -> dict[str, list[Any]]:
@@ -296,9 +140,6 @@ def run(settings: Settings) -> dict[str, Any]:
     """Run the probe on the distributions and on the digits."""
     laws = {name: {"modes": law.modes, **on_law(law, settings)} for name, law in LAWS.items()}
     return {"settings": asdict(settings), "laws": laws, "digits": on_digits(settings)}
-
-
-# ---------------------------------------------------------------------------------------------------------------- page
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:

@@ -27,8 +27,10 @@ from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.diagnostics.temperatures import share_within_interval
 from scripts.reproduce.report import keep, table
-from scripts.reproduce.temperature_sweep import Arguments as SweepArguments
-from scripts.reproduce.temperature_sweep import Problem, method_of, prepare, quiet, score, trainer_of
+from scripts.reproduce.temperature_sweep import quiet
+from scripts.reproduce.temperature_sweep_cells import method_of, score, trainer_of
+from scripts.reproduce.temperature_sweep_problem import Arguments as SweepArguments
+from scripts.reproduce.temperature_sweep_problem import Problem, prepare
 
 NAME = "cold_posteriors_ablation"
 

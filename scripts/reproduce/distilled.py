@@ -35,7 +35,7 @@ from hf_bayes.fit.distil_report import rank_correlation
 from hf_bayes.metrics import ood_auroc
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.loading import load_tokenizer, network_of
-from scripts.reproduce.encoder_table import encoder
+from scripts.reproduce.encoder_table_bench import encoder
 from scripts.reproduce.report import RESULTS, keep, table
 
 NAME = "distilled"

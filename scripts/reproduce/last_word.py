@@ -10,9 +10,6 @@ sentences of held-out topics. ROT13 gives the same sentences in a language that 
 from __future__ import annotations
 
 import argparse
-import codecs
-import random
-import re
 import sys
 import tempfile
 import time
@@ -21,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, default_data_collator, set_seed
 from transformers.utils import logging
@@ -29,10 +25,11 @@ from transformers.utils import logging
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.metrics import ood_auroc
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from scripts.reproduce.accounts import account, accounts_table
+from scripts.reproduce.last_word_scores import EDGES, measured, window_nll
+from scripts.reproduce.last_word_statements import tasks
 from scripts.reproduce.report import keep, spread, table
 
 sys.path.append(str(Path(__file__).parents[1]))  # the quickstart's files import each other by name
@@ -43,18 +40,8 @@ NAME = "last_word"
 LOOKS = 20
 """The number of probes in each chain of a run, so that chains of one draw have an R-hat, too."""
 
-OTHERS = ("rot13", "shuffled", "code")
 PACKAGES = ("numpy", "sklearn", "matplotlib")
 """The packages whose docstrings join the standard library's for the base model. hf_bayes depends on them."""
-EDGES = {"total": np.linspace(0, 8, 33), "epistemic": np.linspace(0, 0.4, 41)}
-"""The edges of the histograms in nats. Only the histograms leave out values beyond the last edge."""
-
-
-class Statement(NamedTuple):
-    """A sentence without its last word, and the word."""
-
-    prompt: str
-    last: str
 
 
 @dataclass(frozen=True)
@@ -83,78 +70,6 @@ class Settings:
     searched: int = 2
     validation: int = 24
     num_seeds: int = 3
-
-
-def statements(texts: Sequence[str], limit: int) -> list[Statement]:
-    """Return sentences of 8 to 25 words whose last word has letters only, evenly spread over the texts."""
-    found = []
-    for sentence in re.split(r"(?<=[.!?])\s+", " ".join(texts)):
-        words = sentence.rstrip(".").split()
-        if sentence.endswith(".") and 8 <= len(words) <= 25 and words[-1].isalpha():
-            found.append(Statement(" ".join(words[:-1]), words[-1]))
-    return evenly(found, limit)
-
-
-def code_lines(texts: Sequence[str], limit: int) -> list[Statement]:
-    """Return lines of 8 to 25 words. The last word may be any token."""
-    lines = [line.split() for text in texts for line in text.splitlines()]
-    found = [Statement(" ".join(words[:-1]), words[-1]) for words in lines if 8 <= len(words) <= 25]
-    return evenly(found, limit)
-
-
-def shuffled(statement: Statement, seed: int) -> Statement:
-    """Return the statements with the words before the last one in another order."""
-    words = statement.prompt.split()
-    random.Random(seed).shuffle(words)
-    return Statement(" ".join(words), statement.last)
-
-
-def rot13(statement: Statement) -> Statement:
-    """Return the statements with every letter moved by 13."""
-    return Statement(*(codecs.encode(part, "rot13") for part in statement))
-
-
-def tasks(texts: Mapping[str, list[str]], limit: int) -> dict[str, list[Statement]]:
-    """Return the statements in distribution, and three sets out of distribution."""
-    inside = statements(texts["test"], limit)
-    return {
-        "test": inside,
-        "rot13": [rot13(one) for one in inside],
-        "shuffled": [shuffled(one, seed) for seed, one in enumerate(inside)],
-        "code": code_lines(texts["code"], limit),
-    }
-
-
-def evenly(found: list[Statement], limit: int) -> list[Statement]:
-    """Return at most ``limit`` of the items, evenly spread."""
-    return [found[i * len(found) // limit] for i in range(limit)] if len(found) > limit else found
-
-
-@torch.no_grad()
-def score(model: BayesianModel, tokenizer: Any, questions: Sequence[Statement]) -> dict[str, np.ndarray]:
-    """Return nll, total and epistemic [statements] in nats, for the first token of the last word."""
-    pieces = []
-    ids = [tokenizer(one.prompt)["input_ids"] + tokenizer(" " + one.last)["input_ids"][:1] for one in questions]
-    for start in range(0, len(ids), 50):
-        rows = ids[start : start + 50]
-        width = max(map(len, rows))
-        tokens, labels = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -100)
-        mask = torch.zeros_like(tokens)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
-            labels[i, len(row) - 1] = row[-1]
-        pieces.append(model.evaluate_batch({"input_ids": tokens, "attention_mask": mask, "labels": labels})[0])
-    return {
-        name: torch.cat([piece[name] for piece in pieces]).double().numpy() for name in ("nll", "total", "epistemic")
-    }
-
-
-@torch.no_grad()
-def window_nll(model: BayesianModel, rows: Any) -> float:
-    """Return the mean NLL in nats over all tokens of windows of one length."""
-    ids = torch.tensor(rows["input_ids"])
-    pieces = [model.evaluate_batch({"input_ids": part, "labels": part})[0]["nll"] for part in ids.split(8)]
-    return float(torch.cat(pieces).mean())
 
 
 def last_attention(base: Path) -> PreTrainedModel:
@@ -235,33 +150,6 @@ def search(fields: Mapping[str, Any], base: Path, rows: Mapping[str, Any], setti
             found.append(Choice(rate, prior_std, window_nll(model, rows["validation"])))
             print(fields, found[-1], flush=True)
     return sorted(found, key=lambda choice: choice.nll)
-
-
-def measured(model: BayesianModel, tokenizer: Any, questions: Mapping[str, Sequence[Statement]]) -> dict[str, Any]:
-    """Return losses and AUROCs of one model, and the values of the histograms."""
-    found = {name: score(model, tokenizer, asked) for name, asked in questions.items()}
-    inside = found["test"]
-    return {
-        "loss": {name: float(scores["nll"].mean()) for name, scores in found.items()},
-        "mean": {
-            name: {kind: float(scores[kind].mean()) for kind in ("total", "epistemic")}
-            for name, scores in found.items()
-        },
-        "auroc": {
-            name: {
-                kind: ood_auroc(
-                    np.concatenate([inside[kind], found[name][kind]]),
-                    np.repeat([0, 1], [len(inside[kind]), len(found[name][kind])]),
-                )
-                for kind in ("total", "epistemic")
-            }
-            for name in OTHERS
-        },
-        "histogram": {
-            kind: {name: np.histogram(found[name][kind], EDGES[kind])[0].tolist() for name in ("test", "rot13")}
-            for kind in ("total", "epistemic")
-        },
-    }
 
 
 def run(settings: Settings, base: Path) -> dict[str, Any]:

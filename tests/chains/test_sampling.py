@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,6 @@ from hf_bayes.chains.sampling import sample
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
 from hf_bayes.distributions.approximations import Draws, Gaussian
-from hf_bayes.distributions.energy import GaussianPrior
-from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
@@ -164,74 +160,10 @@ def test_unbiased_batches_with_small_steps_give_the_posterior() -> None:
     assert (draws.mean() - rows.mean()).abs() * 8 < 0.07
 
 
-# --------------------------------------------------------------------------------------------------------- bad input
-
-
 def test_it_shows_no_progress_bar_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     run()
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
-
-
-# ------------------------------------------------------------------------------------ logistic regression against HMC
-
-INPUTS = torch.randn(200, 3, generator=generator("inputs"))
-LABELS = (torch.rand(200, generator=generator("labels")) < (INPUTS @ torch.tensor([1.0, -2.0, 0.5])).sigmoid()).float()
-
-
-def logistic(labels: Tensor) -> Callable[[Tensor, object], Tensor]:
-    """The energy of 200 rows and 3 weights under the prior N(0, 1)."""
-
-    def energy(theta: Tensor, batch: object) -> Tensor:
-        logits = theta @ INPUTS.T
-        log_lik = (labels * logits - torch.nn.functional.softplus(logits)).sum(1)
-        return -log_lik + 0.5 * theta.square().sum(1)
-
-    return energy
-
-
-@pytest.fixture(scope="module")
-def reference() -> Tensor:
-    """[3, 2]: posterior mean and standard deviation by long HMC."""
-    run_length = {"num_steps": 1000, "burn_in": 200}
-    draws = sample(logistic(LABELS), torch.zeros(64, 3), HMCConfig(), learning_rate=0.1, seed=1, **run_length).draws
-    return torch.stack([draws.mean((0, 1)), draws.flatten(0, 1).std(0)], 1)
-
-
-def errors(config: MethodConfig, reference: Tensor, labels: Tensor = LABELS) -> tuple[float, float]:
-    """The largest error of a mean in standard deviations, and of a standard deviation relative to itself."""
-    draws = sample(
-        logistic(labels),
-        torch.zeros(256, 3),
-        config,
-        num_steps=2500,
-        learning_rate=0.1,
-        num_data=200,
-        burn_in=500,
-        thin=5,
-    ).draws.flatten(0, 1)
-    mean, std = reference.unbind(1)
-    return ((draws.mean(0) - mean) / std).abs().max().item(), (draws.std(0) / std - 1).abs().max().item()
-
-
-# l * lambda_max is 0.02: a bias of 0.3 % of a standard deviation. SGLD forgets the flattest direction in 150 updates:
-# at ESS 1750, 4 standard errors of a mean are 0.096 standard deviations, of a standard deviation 6.8 % of it.
-MEAN_TOLERANCE, STD_TOLERANCE = 0.096, 0.068
-
-
-@pytest.mark.parametrize("config", [SGHMCConfig(), SGLDConfig()], ids=["sghmc", "sgld"])
-@pytest.mark.statistics
-def test_posterior_of_a_logistic_regression_agrees_with_long_hmc(config: MethodConfig, reference: Tensor) -> None:
-    mean_error, std_error = errors(config, reference)
-    assert mean_error < MEAN_TOLERANCE
-    assert std_error < STD_TOLERANCE
-
-
-@pytest.mark.statistics
-def test_the_hmc_comparison_catches_wrong_temperature_and_data(reference: Tensor) -> None:
-    assert errors(SGHMCConfig(temperature=0.8), reference)[1] > STD_TOLERANCE
-    spoilt = torch.cat([torch.zeros(20), LABELS[20:]])
-    assert errors(SGHMCConfig(), reference, spoilt)[0] > MEAN_TOLERANCE
 
 
 def test_masses_of_one_tensor_are_warned_of() -> None:
@@ -245,69 +177,6 @@ def test_masses_of_one_tensor_are_warned_of() -> None:
 def test_one_batch_in_place_of_many_is_refused(batches: Any) -> None:
     with pytest.raises(ValueError, match=r"batches must be an iterable of batches, got one (dict|Tensor): put it in"):
         seen_batches(batches)
-
-
-# --------------------------------------------------------------------------------------- a prior apart from the energy
-
-
-def likelihood(theta: Tensor, batch: object) -> Tensor:
-    return 2 * (theta - 1).square().sum(1)  # precision 4 around 1
-
-
-def moments(method: MethodConfig) -> tuple[float, float]:
-    """Return mean and variance of the draws under the likelihood above and the prior N(0, 1/4)."""
-    starts = torch.zeros(1024, 2)
-    draws = sample(likelihood, starts, method, num_steps=40, burn_in=30, thin=5, learning_rate=0.1, prior=0.5).draws
-    return float(draws.mean()), float(draws.var())
-
-
-@pytest.mark.statistics
-def test_a_likelihood_alone_is_tempered_where_the_prior_is_apart() -> None:
-    mean, variance = moments(HMCConfig(temperature=0.5, temper="likelihood"))
-    # precision 4 / T + 4 = 12, mean 8 / 12; 4 standard errors of 2048 chain elements: .026, and 13 %
-    assert mean == pytest.approx(2 / 3, abs=0.026)
-    assert variance == pytest.approx(1 / 12, rel=0.13)
-    whole_mean, whole_variance = moments(HMCConfig(temperature=0.5))  # the broken twin: the prior is tempered, too
-    assert whole_mean == pytest.approx(1 / 2, abs=0.026)
-    assert whole_variance == pytest.approx(0.5 / 8, rel=0.13)
-
-
-def test_a_prior_apart_is_the_prior_inside() -> None:
-    def inside(theta: Tensor, batch: object) -> Tensor:
-        return likelihood(theta, batch) + 0.5 * (theta / 0.5).square().sum(1)
-
-    theta = torch.zeros(2, 3, dtype=torch.float64)
-    expected = run(inside, theta=theta).draws
-    for prior in (
-        0.5,
-        GaussianPrior(torch.tensor(0.0), torch.tensor(0.5)),
-        Gaussian.diagonal(theta[:1], theta[:1] + 0.5),
-    ):
-        assert torch.allclose(run(likelihood, theta=theta, prior=prior).draws, expected, atol=1e-12)
-
-
-def test_each_named_tensor_may_have_a_prior_of_its_own() -> None:
-    def energy(theta: dict[str, Tensor], batch: object) -> Tensor:
-        return 0 * (theta["a"].sum(1) + theta["b"])
-
-    method = MAPConfig()
-    theta = {"a": torch.ones(1, 2), "b": torch.ones(1)}
-    info = run(energy, theta=theta, method=method, num_steps=1, prior={"b": 2.0, "a": 0.5}).info
-    log_normaliser = 3 * 0.5 * math.log(2 * math.pi) + 2 * math.log(0.5) + math.log(2.0)
-    assert float(info["energy"][0, 0]) == pytest.approx(2 * 0.5 * 4 + 0.5 / 4 + log_normaliser)
-
-
-@pytest.mark.parametrize(
-    ("prior", "message"),
-    [
-        (0.0, "prior must be a density .* or a standard deviation > 0 .*; got 0.0"),
-        ("wide", "got 'wide'"),
-        ({"a": 1.0}, r"prior must name each tensor of theta once, got \['a'\]: theta is one tensor without names"),
-    ],
-)
-def test_what_is_no_prior_is_refused(prior: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(prior=prior)
 
 
 # ----------------------------------------------------------------------------------------- the noise of the gradient

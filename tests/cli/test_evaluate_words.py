@@ -13,7 +13,7 @@ from hf_bayes.cli.evaluate_words import WORD_CASE
 from hf_bayes.metrics import evaluation_results
 from hf_bayes.models.base import BayesianModel
 from tests.cli.evaluated import SENTENCES, found_by, members_of, write_rows
-from tests.members.subjects import bert_tagger
+from tests.members.subject_models import bert_tagger
 from tests.tiny_models import tiny_tokenizer
 
 NAMES = ["O", "B-PER", "I-PER"]

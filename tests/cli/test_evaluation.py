@@ -13,7 +13,7 @@ from hf_bayes.cli.evaluation import Case, Found, evaluate
 from hf_bayes.models.base import BayesianModel
 from tests import runs
 from tests.cli.evaluated import members_of
-from tests.members.subjects import bert_tagger
+from tests.members.subject_models import bert_tagger
 
 LENGTHS = [5, 2, 4]
 

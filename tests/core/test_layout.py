@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_bayes.core.layout import Layout, decoder_blocks, grouped, initial, modules_of, select
-from tests.members.subjects import roberta
+from tests.members.subject_models import roberta
 from tests.tiny_models import VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
 LAYOUT = Layout(("a", "b", "scalar"), ((2, 3), (4,), ()))

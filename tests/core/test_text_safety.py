@@ -11,7 +11,7 @@ import torch
 
 from hf_bayes.core.text_safety import ACTING, HIDDEN, is_plain_line, readable_errors, visible, visible_line
 from hf_bayes.posteriors.posterior import Posterior
-from tests.faults.corruptions import edit_tensors, sign
+from tests.faults.edits import edit_tensors, sign
 from tests.faults.posteriors import config, draws
 
 NAN = torch.full((1,), float("nan"))

@@ -14,18 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from hf_bayes.core.rng import generator
 from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.distributions.covariance import (
-    COVARIANCES,
-    Diagonal,
-    Full,
-    KroneckerBlock,
-    LowRank,
-    dense,
-)
+from hf_bayes.distributions.covariance import COVARIANCES, Diagonal, Full, KroneckerBlock, LowRank, dense
 from hf_bayes.posteriors.posterior import Posterior
 from tests.distributions.covariance.structures import LAYOUT, kinds, make, numbers
 from tests.faults import posteriors
-from tests.faults.corruptions import edit_tensors, sign
+from tests.faults.edits import edit_tensors, sign
 
 
 @kinds

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults import exhaustion
-from tests.faults.corruptions import edit_json, listed, sign
+from tests.faults.edits import edit_json, listed, sign
 
 Attack = Callable[[Path], None]
 MARKER = "executed"

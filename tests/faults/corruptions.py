@@ -2,78 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import pickle
 import random
 import shutil
-import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import load_file, save
 
 from hf_bayes.posteriors.sidecars import is_sidecar
+from tests.faults.edits import Fault, copy_member_over_another, edit_json, flip, header_end, listed, tensor_files
 from tests.faults.posteriors import draws
+from tests.faults.signed_corruptions import SIGNED
 
-Fault = Callable[[Path, random.Random], None]
 FAULTS: dict[str, Fault] = {}
 
 
 def fault(function: Fault) -> Fault:
     FAULTS[function.__name__] = function
     return function
-
-
-def tensor_files(directory: Path) -> list[Path]:
-    return sorted(directory.rglob("*.safetensors"))
-
-
-def listed(directory: Path) -> list[Path]:
-    return [directory / name for name in json.loads((directory / "manifest.json").read_text())["files"]]
-
-
-def sign(directory: Path) -> None:
-    """Give the manifest the sizes and hashes of the present files, so that only their meaning is wrong."""
-    path = directory / "manifest.json"
-    manifest = json.loads(path.read_text())
-    for name, entry in manifest["files"].items():
-        if (directory / name).is_file():
-            data = (directory / name).read_bytes()
-            entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
-    path.write_text(json.dumps(manifest))
-
-
-def flip(path: Path, rng: random.Random, first: int, last: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(first, last)] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def header_end(path: Path) -> int:
-    return 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]
-
-
-def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values))
-
-
-def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    path.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
-
-
-def edit_header(path: Path, change: Callable[[str], str]) -> None:
-    data, end = path.read_bytes(), header_end(path)
-    header = change(data[8:end].decode()).encode()
-    header += b" " * (-len(header) % 8)
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data[end:])
 
 
 @fault
@@ -176,8 +120,7 @@ def member_of_another(directory: Path, rng: random.Random) -> None:
 
 @fault
 def member_copied_over_another(directory: Path, rng: random.Random) -> None:
-    one, other = rng.sample(sorted(directory.glob("members/*/*.safetensors")), 2)
-    shutil.copy(one, other)
+    copy_member_over_another(directory, rng)
 
 
 @fault
@@ -226,179 +169,4 @@ def everything_missing(directory: Path, rng: random.Random) -> None:
     directory.mkdir()
 
 
-# signed: the hashes fit, only the content of the files is wrong
-
-
-def signed(function: Fault) -> Fault:
-    def both(directory: Path, rng: random.Random) -> None:
-        function(directory, rng)
-        sign(directory)
-
-    both.__name__ = f"signed_{function.__name__}"
-    return fault(both)
-
-
-def member(directory: Path, rng: random.Random) -> Path:
-    return rng.choice(sorted(directory.glob("members/*/*.safetensors")))
-
-
-def set_value(directory: Path, rng: random.Random, value: float) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        flat = tensors[rng.choice(sorted(tensors))].view(-1)
-        flat[rng.randrange(len(flat))] = value
-
-    edit_tensors(member(directory, rng), change)
-
-
-@signed
-def nan(directory: Path, rng: random.Random) -> None:
-    set_value(directory, rng, float("nan"))
-
-
-@signed
-def infinity(directory: Path, rng: random.Random) -> None:
-    set_value(directory, rng, rng.choice([float("inf"), -float("inf")]))
-
-
-@signed
-def key_renamed(directory: Path, rng: random.Random) -> None:
-    edit_tensors(member(directory, rng), lambda t: t.update({"renamed": t.pop(sorted(t)[0])}))
-
-
-@signed
-def key_extra(directory: Path, rng: random.Random) -> None:
-    edit_tensors(member(directory, rng), lambda t: t.update(extra=torch.zeros(2)))
-
-
-@signed
-def key_missing(directory: Path, rng: random.Random) -> None:
-    edit_tensors(member(directory, rng), lambda t: t.pop(sorted(t)[-1]))
-
-
-@signed
-def shape_transposed(directory: Path, rng: random.Random) -> None:
-    edit_tensors(member(directory, rng), lambda t: t.update({k: v.T for k, v in t.items()}))
-
-
-@signed
-def dtype_halved(directory: Path, rng: random.Random) -> None:
-    edit_tensors(member(directory, rng), lambda t: t.update({k: v.half() for k, v in t.items()}))
-
-
-@signed
-def dtype_doubled(directory: Path, rng: random.Random) -> None:
-    edit_tensors(member(directory, rng), lambda t: t.update({k: v.double() for k, v in t.items()}))
-
-
-@signed
-def member_repeated(directory: Path, rng: random.Random) -> None:
-    member_copied_over_another(directory, rng)
-
-
-@signed
-def root_of_another(directory: Path, rng: random.Random) -> None:
-    shutil.copy(directory / "members/member_002/adapter_model.safetensors", directory)
-
-
-@signed
-def key_twice_in_header(directory: Path, rng: random.Random) -> None:
-    edit_header(member(directory, rng), lambda text: text.rstrip()[:-1] + "," + text[text.index('"base_model') :])
-
-
-@signed
-def offsets_overlap(directory: Path, rng: random.Random) -> None:
-    edit_header(member(directory, rng), lambda text: text.replace('"data_offsets":[48,', '"data_offsets":[44,'))
-
-
-@signed
-def config_key_unknown(directory: Path, rng: random.Random) -> None:
-    edit_json(directory / "posterior_config.json", lambda c: c.update(extra=1))
-
-
-@signed
-def config_key_missing(directory: Path, rng: random.Random) -> None:
-    edit_json(directory / "posterior_config.json", lambda c: c.pop(rng.choice(sorted(c))))
-
-
-@signed
-def config_wrong_count(directory: Path, rng: random.Random) -> None:
-    edit_json(
-        directory / "posterior_config.json", lambda c: c.update(num_members=rng.choice([0, 1, 2, 4, -1, 1000000]))
-    )
-
-
-@signed
-def config_wrong_type(directory: Path, rng: random.Random) -> None:
-    key = rng.choice(
-        ["task", "method", "parameters", "prior", "base_model", "num_data", "seed", "diagnostics", "versions"]
-    )
-    edit_json(directory / "posterior_config.json", lambda c: c.update({key: [[]]}))
-
-
-@signed
-def config_other_version(directory: Path, rng: random.Random) -> None:
-    edit_json(
-        directory / "posterior_config.json", lambda c: c.update(format_version=rng.choice([0, 2, "1", None, True]))
-    )
-
-
-@signed
-def config_other_shape(directory: Path, rng: random.Random) -> None:
-    edit_json(directory / "posterior_config.json", lambda c: c["parameters"][0].__setitem__(1, [6, 2]))
-
-
-@signed
-def config_parameter_twice(directory: Path, rng: random.Random) -> None:
-    edit_json(directory / "posterior_config.json", lambda c: c["parameters"].append(c["parameters"][0]))
-
-
-@signed
-def config_without_method_name(directory: Path, rng: random.Random) -> None:
-    edit_json(directory / "posterior_config.json", lambda c: c["method"].pop("name"))
-
-
-def edit_text(directory: Path, name: str, old: str, new: str) -> None:
-    text = (directory / name).read_text()
-    assert old in text
-    (directory / name).write_text(text.replace(old, new, 1))
-
-
-@signed
-def json_key_twice(directory: Path, rng: random.Random) -> None:
-    edit_text(directory, "posterior_config.json", '"seed": 0', '"seed": 0, "seed": 1')
-
-
-@signed
-def json_nan(directory: Path, rng: random.Random) -> None:
-    edit_text(directory, "posterior_config.json", "1234.0", rng.choice(["NaN", "Infinity", "-Infinity", "1e999"]))
-
-
-@signed
-def json_is_a_list(directory: Path, rng: random.Random) -> None:
-    (directory / "adapter_config.json").write_text("[1, 2]")
-
-
-@signed
-def json_too_deep(directory: Path, rng: random.Random) -> None:
-    (directory / "posterior_config.json").write_text('{"a":' * 100_000)
-
-
-@signed
-def json_not_utf8(directory: Path, rng: random.Random) -> None:
-    (directory / "posterior_config.json").write_bytes(b'{"task": "\xff"}')
-
-
-@signed
-def member_of_another_rank(directory: Path, rng: random.Random) -> None:
-    edit_json(directory / "members/member_001/adapter_config.json", lambda c: c.update(r=4, lora_alpha=64))
-
-
-@signed
-def adapter_of_another_kind(directory: Path, rng: random.Random) -> None:
-    for path in directory.rglob("adapter_config.json"):
-        edit_json(path, lambda c: c.update(peft_type="IA3"))
-
-
-@signed
-def pickle_for_tensors(directory: Path, rng: random.Random) -> None:
-    member(directory, rng).write_bytes(pickle.dumps({"weight": [1.0]}))
+FAULTS |= SIGNED

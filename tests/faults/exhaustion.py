@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.faults.corruptions import edit_json, sign
+from tests.faults.edits import edit_json, sign
 
 Attack = Callable[[Path], None]
 LARGE = frozenset({

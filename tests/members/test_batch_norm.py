@@ -13,7 +13,7 @@ from hf_bayes.members import Members
 from hf_bayes.members.batch_norm import StackedBatchNorm
 from hf_bayes.models.attaching import attach
 from tests.members.reference import relative_error, scattered
-from tests.members.subjects import resnet
+from tests.members.subject_models import resnet
 
 
 class Normed(nn.Module):

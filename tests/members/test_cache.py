@@ -7,16 +7,8 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_bayes.members.cache import (
-    ROOM,
-    RoomyLayer,
-    empty_like,
-    leave_room,
-    merge_caches,
-    mergeable,
-    reorder_cache,
-)
-from tests.members.subjects import gemma2
+from hf_bayes.members.cache import ROOM, RoomyLayer, empty_like, leave_room, merge_caches, mergeable, reorder_cache
+from tests.members.subject_models import gemma2
 from tests.tiny_models import tiny_llama
 
 

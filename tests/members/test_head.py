@@ -12,7 +12,8 @@ from hf_bayes.core.layout import select
 from hf_bayes.members import head as head_module
 from hf_bayes.models.attaching import attach
 from tests.members.reference import mixture, relative_error, scattered, separate_gradients, separate_logits
-from tests.members.subjects import SUBJECTS, gemma2, labelled
+from tests.members.subject_models import gemma2
+from tests.members.subjects import SUBJECTS, labelled
 from tests.tiny_models import PAD, VOCABULARY, _build, batch, tiny_gpt2, tiny_llama, with_lora
 
 

@@ -18,7 +18,7 @@ from hf_bayes.models.image_classification import BayesianModelForImageClassifica
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from tests import runs
 from tests.members.reference import separate_logits
-from tests.members.subjects import bert_tagger, llama_tagger
+from tests.members.subject_models import bert_tagger, llama_tagger
 from tests.models.trained import from_disk, run
 from tests.tiny_models import batch, tiny_bert, tiny_llama, tiny_vit, with_lora
 

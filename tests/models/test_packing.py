@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 
 from hf_bayes import SGHMCConfig
 from tests import runs
-from tests.members.subjects import bloom, lfm2
+from tests.members.subject_models import bloom, lfm2
 from tests.tiny_models import tiny_gpt2, tiny_llama, with_lora
 
 LENGTHS = (5, 7, 4, 9)

@@ -15,7 +15,7 @@ from hf_bayes.models.recognition import task_of
 from hf_bayes.posteriors.tasks import TASKS
 from tests import multimodal
 from tests import tiny_models as models
-from tests.members.subjects import bert_tagger
+from tests.members.subject_models import bert_tagger
 
 BERT = models.tiny_bert().config
 REFUSED = {

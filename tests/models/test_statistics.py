@@ -32,7 +32,7 @@ from hf_bayes.models.statistics import with_statistics
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.members.reference import mixture, relative_error, scattered, separate_logits
-from tests.members.subjects import resnet
+from tests.members.subject_models import resnet
 from tests.models.trained import from_disk
 from tests.tiny_models import images
 

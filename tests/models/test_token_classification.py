@@ -15,7 +15,8 @@ from hf_bayes.models.classification import BayesianModelForSequenceClassificatio
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
 from tests.members.reference import entropies, mixture, scattered, separate_logits
-from tests.members.subjects import bert_tagger, labelled, llama_tagger
+from tests.members.subject_models import bert_tagger, llama_tagger
+from tests.members.subjects import labelled
 from tests.models.trained import from_disk, run
 from tests.tiny_models import batch, with_lora
 from tests.training.test_evaluation import brute_force

@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    CompileConfig,
-    DynamicCache,
     GenerationConfig,
     MambaConfig,
     MambaForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
-    StaticCache,
     StoppingCriteria,
 )
 from transformers.generation import BaseStreamer
@@ -43,9 +40,6 @@ TOLERANCE |= dict.fromkeys(("jamba", "bamba", "granitemoehybrid", "falcon_h1", "
 
 
 SLIDING = ["mistral-last-block", "gemma3-last-block"]  # windows of 4 tokens, prompts of 7
-
-
-# -- brute force: the mixture of separate models, without cache, in a Python loop ------------------------------------
 
 
 def sampled(log_probs: Tensor) -> Tensor:
@@ -160,16 +154,6 @@ def test_a_window_that_does_not_slide_is_caught(name: str) -> None:
     assert (logits[0] - logits[1]).abs().amax(-1).min() > 0.01  # of every member and row
 
 
-def test_static_caches_do_not_compile_the_forward() -> None:
-    # generate does so on GPUs, or by an option
-    compiling = CompileConfig()
-    compiling._compile_all_devices = True
-    model, layout, theta = prepared("gpt2-last-block")
-    with attached("gpt2-last-block", model, theta) as bayesian:
-        output = generate(bayesian, batch(), cache_implementation="static", compile_config=compiling)
-    assert torch.equal(output.sequences, looped(model, layout, theta, batch(), greedy))
-
-
 def test_output_logits_are_the_log_of_the_mixture() -> None:
     model, layout, theta = prepared("gpt2-lora")
     inputs = batch(padding="left")
@@ -177,18 +161,6 @@ def test_output_logits_are_the_log_of_the_mixture() -> None:
         output = generate(bayesian, inputs, output_logits=True, repetition_penalty=5.0)
     logits = member_logits(model, layout, theta, inputs["input_ids"], inputs["attention_mask"])[:, :, -1]
     torch.testing.assert_close(output.logits[0].double(), mixture(logits), rtol=0, atol=1e-5)  # generate's float32
-
-
-@pytest.mark.parametrize("members_per_pass", [None, 1])
-@pytest.mark.parametrize(
-    ("name", "trunk"), [("llama-lora-last-block", 2), ("llama-head", 3), ("llama-lora", 0), ("mistral-last-block", 2)]
-)
-def test_cache_holds_the_trunk_once(name: str, trunk: int, members_per_pass: int | None) -> None:
-    model, _, theta = prepared(name)
-    with attached(name, model, theta) as bayesian:
-        bayesian.members_per_pass = members_per_pass
-        cache = generate(bayesian, batch(2)).past_key_values
-    assert [layer.keys.shape[0] for layer in cache.layers] == [2] * trunk + [6] * (3 - trunk)
 
 
 def test_streamer_is_given_every_token() -> None:
@@ -323,55 +295,3 @@ def test_mixing_logits_instead_of_probabilities_is_caught(monkeypatch: pytest.Mo
         output = generate(bayesian, batch())
     assert not torch.equal(output.sequences, sequences)
     assert ((output.logprobs - expected["logprobs"])[:, 0].abs() > 0.01).any()
-
-
-# -- the trace by itself ---------------------------------------------------------------------------------------------
-
-
-def test_a_cache_of_the_callers_own_is_used_and_grown() -> None:
-    model, layout, theta = prepared("llama-lora-last-block")
-    inputs = batch()
-    cache = DynamicCache(config=model.get_base_model().config)
-    with torch.no_grad(), attached("llama-lora-last-block", model, theta) as bayesian:
-        prefix = bayesian(inputs["input_ids"][:, :4], past_key_values=cache, use_cache=True)
-        rest = bayesian(inputs["input_ids"][:, 4:], past_key_values=prefix.past_key_values, use_cache=True)
-    assert rest.past_key_values is cache
-    assert cache.get_seq_length() == 7
-    expected = mixture(
-        member_logits(model, layout, theta, **{"ids": inputs["input_ids"], "mask": inputs["attention_mask"]})
-    )
-    torch.testing.assert_close(rest.logits, expected[:, 4:], rtol=1e-5, atol=1e-5)  # float32 inside Llama
-
-
-@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-lora", "mistral-last-block"])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("change", ["beams", "rows", "members"])
-def test_a_cache_of_other_rows_is_refused(name: str, kind: str, change: str) -> None:
-    model, _, theta = prepared(name)
-    inputs = {key: value[:1] for key, value in batch().items()}
-    longer = {key: torch.cat([value, value], 1) for key, value in inputs.items()}
-    with attached(name, model, theta) as bayesian:
-        config = bayesian.config
-        cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=40)
-        generate(bayesian, inputs, past_key_values=cache)
-        if change == "members":
-            bayesian.show(theta[:2])
-        if change == "rows":
-            longer = {key: value.repeat(3, 1) for key, value in longer.items()}
-        num_beams = 2 if change == "beams" else 1
-        with pytest.raises(ValueError, match=r"layer \d of the cache has [13] rows, expected [2-9]"):
-            generate(bayesian, longer, past_key_values=cache, num_beams=num_beams)
-
-
-@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-lora", "llama-head"])
-def test_a_cache_whose_rows_are_repeated_serves_beams(name: str) -> None:
-    model, _, theta = prepared(name)
-    inputs = batch(padding="left")
-    with attached(name, model, theta) as bayesian:
-        prefix = generate(bayesian, {key: value[:, :4] for key, value in inputs.items()}, max_new_tokens=1)
-        prefix = prefix.past_key_values
-        prefix.batch_repeat_interleave(2)
-        output = generate(bayesian, inputs, past_key_values=prefix, num_beams=2)
-        expected = generate(bayesian, inputs, num_beams=2)
-    assert torch.equal(output.sequences, expected.sequences)
-    require_scores(output, {field: expected[field] for field in FIELDS}, 0.0)

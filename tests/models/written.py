@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import Layout, select
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from tests.members import subjects
+from tests.members import subject_models
 from tests.members.reference import entropies, mixture, scattered, separate_logits
 from tests.tiny_models import PAD, VOCABULARY, tiny_gpt2, tiny_llama, with_lora
 
@@ -28,19 +28,19 @@ SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gpt2-lora": (lambda: with_lora(_gpt2()), "trainable"),
     "gpt2-last-block": (lambda: _gpt2(), "last_block"),
     "gpt2-tied-head": (lambda: _gpt2(), "last_layer"),
-    "mistral-lora": (lambda: with_lora(_endless(subjects.mistral)), "trainable"),
-    "mistral-last-block": (lambda: _endless(subjects.mistral), "last_block"),
-    "qwen3-query-and-key-norms": (lambda: _endless(subjects.qwen3), r"[qk]_norm"),
-    "gemma2-last-block": (lambda: _endless(subjects.gemma2, torch.float32), "last_block"),  # see there
-    "gemma3-last-block": (lambda: _endless(subjects.gemma3), "last_block"),
-    "gemma3-everything": (lambda: _endless(subjects.gemma3), "."),
-    "lfm2-last-block": (lambda: _endless(subjects.lfm2), "last_block"),
-    "jamba-lora": (lambda: _endless(subjects.jamba, targets=["q_proj"]), "trainable"),
-    "bamba-lora": (lambda: _endless(subjects.bamba, targets=["q_proj"]), "trainable"),
-    "granitemoehybrid-lora": (lambda: _endless(subjects.granite_hybrid, targets=["q_proj"]), "trainable"),
-    "falcon_h1-lora": (lambda: _endless(subjects.falcon_h1, targets=["q_proj"]), "trainable"),
-    "qwen3_next-lora": (lambda: _endless(subjects.qwen3_next, targets=["q_proj"]), "trainable"),
-    "opt-last-block": (lambda: _endless(subjects.opt), "last_block"),
+    "mistral-lora": (lambda: with_lora(_endless(subject_models.mistral)), "trainable"),
+    "mistral-last-block": (lambda: _endless(subject_models.mistral), "last_block"),
+    "qwen3-query-and-key-norms": (lambda: _endless(subject_models.qwen3), r"[qk]_norm"),
+    "gemma2-last-block": (lambda: _endless(subject_models.gemma2, torch.float32), "last_block"),  # see there
+    "gemma3-last-block": (lambda: _endless(subject_models.gemma3), "last_block"),
+    "gemma3-everything": (lambda: _endless(subject_models.gemma3), "."),
+    "lfm2-last-block": (lambda: _endless(subject_models.lfm2), "last_block"),
+    "jamba-lora": (lambda: _endless(subject_models.jamba, targets=["q_proj"]), "trainable"),
+    "bamba-lora": (lambda: _endless(subject_models.bamba, targets=["q_proj"]), "trainable"),
+    "granitemoehybrid-lora": (lambda: _endless(subject_models.granite_hybrid, targets=["q_proj"]), "trainable"),
+    "falcon_h1-lora": (lambda: _endless(subject_models.falcon_h1, targets=["q_proj"]), "trainable"),
+    "qwen3_next-lora": (lambda: _endless(subject_models.qwen3_next, targets=["q_proj"]), "trainable"),
+    "opt-last-block": (lambda: _endless(subject_models.opt), "last_block"),
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_bayes import BradleyTerry, DirectPreferences
 from hf_bayes.core.layout import Layout, initial, select
@@ -165,33 +164,15 @@ def evaluate_pairs(made: PairProblem) -> list[Row]:
 
 def evaluate_texts(made: PairProblem, number: int) -> list[Row]:
     """Return the two texts of a pair: ``vjp`` takes the cotangent of a text's own reward [1, 1]."""
-    layout, named = made.layout, dict(made.model.named_parameters())
-    parameters = [named[name] for name in layout.names]
-    flags = [(p, p.requires_grad) for p in made.model.parameters()]
-    for parameter in made.model.parameters():
-        parameter.requires_grad_(any(parameter is p for p in parameters))
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    handles = []
-    for path, module in made.model.named_modules():
-        name = f"{path}.weight"
-        if name in layout.names and (type(module) is nn.Linear or isinstance(module, Conv1D)):
-
-            def keep(module: nn.Module, args: tuple, output: Tensor, name: str = name) -> None:
-                seen[name] = (args[0], output)
-
-            handles.append(module.register_forward_hook(keep))
-    outputs = outputs_of(made, initial(made.model, layout), number)
     found = []
-    for place, ids in enumerate(made.texts[number]):
-        seen.clear()
-        logits = made.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        scale = BETA if made.kind == "dpo" else 1.0
-        value = scale * summed(made, logits, ids)
-        found.append(_text(made, value, parameters, dict(seen), outputs[place], ids))
-    for handle in handles:
-        handle.remove()
-    for parameter, flag in flags:
-        parameter.requires_grad_(flag)
+    with brute_force.watched(made.model, made.layout) as (parameters, seen):
+        outputs = outputs_of(made, initial(made.model, made.layout), number)
+        for place, ids in enumerate(made.texts[number]):
+            seen.clear()
+            logits = made.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            scale = BETA if made.kind == "dpo" else 1.0
+            value = scale * summed(made, logits, ids)
+            found.append(_text(made, value, parameters, dict(seen), outputs[place], ids))
     return found
 
 

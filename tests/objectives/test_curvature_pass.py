@@ -13,7 +13,7 @@ from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.curvature_pass import run_curvature_pass
-from tests.members.subjects import convnext, resnet
+from tests.members.subject_models import convnext, resnet
 from tests.methods.laplace import brute_force
 from tests.methods.laplace.brute_force import problem
 from tests.objectives.curvature_problems import SHARED, TOLERANCE, cotangents, error, evaluated, problems, run

@@ -18,7 +18,7 @@ from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from tests import tiny_models as models
-from tests.members.subjects import bert_tagger
+from tests.members.subject_models import bert_tagger
 from tests.pipelines.built import GREEDY, PROMPTS
 
 

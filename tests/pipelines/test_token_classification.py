@@ -21,7 +21,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.pipelines.factory import BayesianTokenClassificationPipeline, pipeline
 from tests import tiny_models as models
 from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
-from tests.members.subjects import bert_tagger, llama_tagger
+from tests.members.subject_models import bert_tagger, llama_tagger
 from tests.pipelines.built import PARTS, approximately
 from tests.runs import token_rows
 

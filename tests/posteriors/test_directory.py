@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.posterior import Posterior
 from tests.faults import posteriors
-from tests.faults.corruptions import edit_json, sign
+from tests.faults.edits import edit_json, sign
 from tests.faults.posteriors import draws, gaussian
 
 
@@ -56,7 +56,7 @@ def test_member_count_that_differs_from_the_config_is_refused(tmp_path: Path) ->
 
 
 def test_gaussian_without_spread_is_refused(tmp_path: Path) -> None:
-    from tests.faults.corruptions import edit_tensors
+    from tests.faults.edits import edit_tensors
 
     gaussian().save_pretrained(tmp_path)
     edit_tensors(tmp_path / "covariance.safetensors", lambda t: t.update({k: v - 9 for k, v in t.items()}))

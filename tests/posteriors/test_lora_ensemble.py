@@ -13,7 +13,7 @@ from hf_bayes.core.layout import select
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG
 from hf_bayes.posteriors.posterior import Posterior
 from tests.faults import posteriors
-from tests.faults.corruptions import edit_json
+from tests.faults.edits import edit_json
 from tests.faults.posteriors import config, draws, equal
 from tests.posteriors.lora_posteriors import lora_models
 
@@ -96,7 +96,7 @@ def test_adapters_may_differ_in_fields_outside_the_forward_pass(adapters: list[P
 def test_adapters_with_other_tensors_are_no_ensemble(
     adapters: list[Path], change: Callable[[dict[str, Tensor]], Any], message: str
 ) -> None:
-    from tests.faults.corruptions import edit_tensors
+    from tests.faults.edits import edit_tensors
 
     edit_tensors(adapters[1] / "adapter_model.safetensors", change)
     with pytest.raises(ValueError, match=message):
@@ -139,7 +139,7 @@ def test_no_adapter_is_no_ensemble(tmp_path: Path) -> None:
 
 
 def test_half_precision_adapters_are_read_in_float32(adapters: list[Path]) -> None:
-    from tests.faults.corruptions import edit_tensors
+    from tests.faults.edits import edit_tensors
 
     for folder in adapters:
         edit_tensors(folder / "adapter_model.safetensors", lambda t: t.update({k: v.bfloat16() for k, v in t.items()}))

@@ -8,11 +8,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pickle
 import sys
 import unittest.mock
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,92 +18,24 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import default_data_collator
 
-from hf_bayes import (
-    BayesianModelForCausalLM,
-    HMCConfig,
-    LaplaceConfig,
-    MeanFieldConfig,
-    PenaltyConfig,
-    SGHMCConfig,
-    fit_laplace,
-)
-from hf_bayes.core.types import Evaluation
-from hf_bayes.distributed.mesh import ChainMesh
-from hf_bayes.distributions.covariance import dense
-from hf_bayes.fit import laplace as laplace_fit
+from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, PenaltyConfig, SGHMCConfig
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
-from hf_bayes.methods.laplace import gradient_estimate
-from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
-from hf_bayes.models.attaching import attach
 from hf_bayes.objectives import own_settings
-from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from hf_bayes.objectives.heldout import HeldOutRows
-from hf_bayes.objectives.model_of_update import ModelOfUpdate
 from hf_bayes.objectives.range_test import RATES, TrialPlan
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
+from tests.processes.curvature_passes import curvature_passes
+from tests.processes.watching import FirstGradient, Writes, counting
 from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_tokenizer, with_lora
 
 CHAINS = 4
-MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object_list", "reduce", "gather",
-         "all_to_all", "all_gather_into_tensor", "reduce_scatter_tensor", "gather_object", "scatter")  # fmt: skip
-
-
-class FirstGradient:
-    """Keeps the first gradient of a run."""
-
-    value: Tensor | None = None
-
-    @classmethod
-    def watch(cls) -> None:
-        evaluate = ModelOfUpdate.__call__
-
-        def watched(self: ModelOfUpdate, *args: Any, **options: Any) -> Evaluation:
-            evaluation = evaluate(self, *args, **options)
-            if cls.value is None and evaluation.grad_log_lik is not None:
-                cls.value = evaluation.grad_log_lik.clone()
-            return evaluation
-
-        ModelOfUpdate.__call__ = watched  # type: ignore[method-assign]
 
 
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         yield from runs.token_rows(30)
-
-
-@contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    """Bytes that this process hands to torch.distributed while open: of all calls, and of the largest."""
-    found = {"calls": 0, "bytes": 0, "largest": 0}
-
-    def counted(move: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = args[1] if move.__name__.startswith(("all_gather", "all_to_all")) else args[0]
-            size = given.nbytes if isinstance(given, Tensor) else len(pickle.dumps(given))
-            found.update(calls=found["calls"] + 1, bytes=found["bytes"] + size, largest=max(found["largest"], size))
-            return move(*args, **kwargs)
-
-        return call
-
-    with unittest.mock.patch.multiple(dist, **{name: counted(getattr(dist, name)) for name in MOVES}):
-        yield found
-
-
-class Writes:
-    """Files under ``root`` that this process opens for writing: the first one's renames put all of them in force."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.names = root, set[str]()
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, args: tuple[Any, ...]) -> None:
-        if event != "open" or not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            return
-        if isinstance(args[0], (str, os.PathLike)) and Path(args[0]).is_relative_to(self.root):
-            self.names.add(Path(args[0]).relative_to(self.root).as_posix())
 
 
 def deaf(rows: HeldOutRows, theta: Tensor, what: Any, *, gradient: bool, call: Any = HeldOutRows.__call__) -> Any:
@@ -315,64 +244,6 @@ class Worker:
             self.numbers[f"calibrated{chains}"] = trainer.posterior.config.calibration
             self.numbers[f"calibrated{chains}/shown"] = trainer.bayesian.mixture_temperature
 
-    def look(self) -> None:
-        """The Laplace pass, its nine rows shared; and, for the twin, without a word between processes."""
-        rows = runs.token_rows([8, 5, 7, 8, 3, 8, 6, 4, 7])
-        mesh, deaf = ChainMesh(1, torch.device("cpu")), ChainMesh(1, torch.device("cpu"))
-        deaf.sum_over_data = lambda tensor: tensor
-        collate = runs.padding_collator()
-
-        def batches(numbers: Any) -> Any:
-            return (collate([rows[number] for number in numbers[start : start + 2]])
-                    for start in range(0, len(numbers), 2))  # fmt: skip
-
-        with attach(with_lora(tiny_gpt2(dtype=torch.float64))) as model:
-            combinations = {
-                structure: CurvatureSpec(structure=structure) for structure in STRUCTURES if structure != "full"
-            }
-            combinations |= {estimator: CurvatureSpec(estimator=estimator) for estimator in ("ef_sequence", "ef_token")}
-            combinations["reduce"] = CurvatureSpec(structure="kronecker_corrected", sharing="reduce")
-            for structure, spec in combinations.items():
-                for name, processes in (("look", mesh), ("deaf", deaf)):
-                    found = run_curvature_pass(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
-                    whole = spec.structure != "diagonal"  # else the rest is zeros
-                    matrix = found.curvature.dense() if whole else found.curvature.diagonal
-                    self.tensors[f"{name}/{structure}"] = matrix.contiguous()
-                    self.tensors[f"{name}/{structure}/gradient"] = found.gradient.half_batch_gradients.contiguous()
-                    with unittest.mock.patch.multiple(gradient_estimate, SMALL=0, LEAST_ROWS=4):  # of nine rows
-                        part = run_curvature_pass(
-                            model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes
-                        )
-                    self.tensors[f"{name}/{structure}/halves"] = part.gradient.half_batch_gradients.contiguous()
-                    sums = torch.tensor([found.log_lik, found.num_terms], dtype=torch.float64)
-                    self.tensors[f"{name}/{structure}/sums"] = sums
-
-        labels = runs.label_rows(9)
-
-        def labelled(numbers: Any) -> Any:
-            return (default_data_collator([labels[number]]) for number in numbers)
-
-        with attach(tiny_bert(dtype=torch.float64, hidden_size=4, intermediate_size=6), subspace="last_layer") as model:
-            for estimator in ("ggn", "hessian"):
-                spec = CurvatureSpec(estimator=estimator, structure="full")
-                for name, processes in (("look", mesh), ("deaf", deaf)):
-                    found = run_curvature_pass(
-                        model, model.theta[0].detach(), labelled, len(labels), spec, mesh=processes
-                    )
-                    self.tensors[f"{name}/{estimator}"] = found.curvature.dense().contiguous()
-
-        for name, processes in (("look", mesh), ("deaf", deaf)):
-            with unittest.mock.patch.object(laplace_fit, "ChainMesh", lambda *args, made=processes: made):
-                method = LaplaceConfig(structure="kronecker", prior_std=0.5)
-                posterior = fit_laplace(
-                    with_lora(tiny_gpt2(dtype=torch.float64)), rows, method, collate=collate, batch_size=2
-                )
-            approximation, (note,) = posterior.approximation, posterior.config.diagnostics["laplace"]
-            precision = torch.linalg.inv(dense(approximation.covariances[0], approximation.means))
-            self.tensors[f"{name}/fit"] = precision.contiguous()
-            found = [note[key] for key in ("log_lik", "log_evidence", "gradient_norm", "displacement")]
-            self.tensors[f"{name}/fit/note"] = torch.tensor(found, dtype=torch.float64)
-
     def generate(self) -> None:
         """Members of one model spread over the processes."""
         base = tiny_gpt2(dtype=torch.float64)
@@ -437,7 +308,7 @@ def main() -> None:
     worker.laplace()
     worker.fitted()
     worker.calibrated()
-    worker.look()
+    worker.tensors |= curvature_passes()
     worker.generate()
     worker.refuse()
     worker.refuse_rows()

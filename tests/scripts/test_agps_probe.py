@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from hf_bayes.core.rng import generator
 from scripts.reproduce import agps_probe
-from scripts.reproduce.agps_probe import HIDDEN, LAWS, SIZES, Digits, Law, Settings, barrier, blind, logits, untrained
+from scripts.reproduce.agps_probe import Settings, blind
+from scripts.reproduce.agps_probe_digits import HIDDEN, SIZES, Digits, barrier, logits, untrained
+from scripts.reproduce.agps_probe_laws import LAWS, Law
 from tests.scripts.pages import page
 
 

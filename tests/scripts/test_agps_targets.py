@@ -9,12 +9,14 @@ import torch
 from scipy import stats
 
 from scripts.reproduce import agps_targets
+from scripts.reproduce.agps_targets_mixtures import TARGETS
+from scripts.reproduce.agps_targets_samplers import methods
 from tests.scripts.pages import page
 
 
-@pytest.mark.parametrize("name", agps_targets.TARGETS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_energy_and_distribution_function_share_one_law(name: str) -> None:
-    target = agps_targets.TARGETS[name]
+    target = TARGETS[name]
     x = np.array([target.quantile(p) for p in (0.1, 0.3, 0.5, 0.7, 0.9)])
     density = np.exp(-target.energy(torch.from_numpy(x)[:, None]).numpy())
     step = 1e-5 * (x[-1] - x[0])
@@ -23,7 +25,7 @@ def test_energy_and_distribution_function_share_one_law(name: str) -> None:
 
 
 def test_unconstrained_energy_is_the_transformed_density() -> None:
-    target = agps_targets.TARGETS["Gamma(2, 0.1)"]
+    target = TARGETS["Gamma(2, 0.1)"]
     z = torch.linspace(-5, 8, 20_001, dtype=torch.float64)[:, None]
     density = (-target.unconstrained_energy(z)).exp()
     assert torch.trapezoid(density, z[:, 0]) == pytest.approx(1, abs=1e-4)  # P(x < e^-5) = 2e-7, P(x > e^8) = 0
@@ -32,7 +34,7 @@ def test_unconstrained_energy_is_the_transformed_density() -> None:
 
 
 def test_distances_of_draws_on_a_line_agree_with_scipy() -> None:
-    target = agps_targets.TARGETS["Beta(5, 5)"]
+    target = TARGETS["Beta(5, 5)"]
     values = stats.beta(5, 4).rvs(500, random_state=0)
     found = target.distances(values)
     exact = stats.beta(5, 5).ppf((np.arange(200_000) + 0.5) / 200_000)
@@ -57,9 +59,9 @@ def test_baselines_without_pyro_are_refused_in_words(monkeypatch: pytest.MonkeyP
 
 def test_nuts_and_mala_of_pyro_find_a_gamma() -> None:
     pytest.importorskip("pyro", reason='the baselines are Pyro\'s: pip install "hf-bayes[reproduce]"')
-    target = agps_targets.TARGETS["Gamma(2, 0.1)"]
+    target = TARGETS["Gamma(2, 0.1)"]
     for name in ("NUTS", "MALA"):
-        found = agps_targets.methods(200)[name](target, 1, 400, 1)
+        found = methods(200)[name](target, 1, 400, 1)
         assert found.draws.shape == (1, 400)
         # the 99.9 % quantile of KS at 400 draws is 0.097; with an ESS of 100, 0.195
         assert target.distances(found.draws.flatten().numpy())["ks"] < 0.195

@@ -13,6 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from hf_bayes.models.attaching import attach
 from scripts.reproduce import cnn_lstm, cold_posteriors_ablation, cold_posteriors_mlp, temperature_sweep
+from scripts.reproduce.cold_posteriors_mlp_chains import MLP
+from scripts.reproduce.cold_posteriors_mlp_chains import Arguments as MLPArguments
+from scripts.reproduce.temperature_sweep_problem import METHODS, Arguments, prepare
 from tests.members.subjects import CAUSAL
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
 
@@ -83,12 +86,12 @@ def test_members_of_the_cnn_lstm_are_models_of_their_own(folder: str) -> None:
 def test_a_sweep_has_every_cell_and_is_taken_up_where_it_stopped(
     settings: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    args = temperature_sweep.Arguments(**settings)
+    args = Arguments(**settings)
     record = temperature_sweep.sweep(args)
     lines = temperature_sweep.lines_of(record)
     phases = {"phase_1_sgd", "phase_2_sghmc", "phase_3_sgd"}
     linearised = {"laplace_ef_linearised", "laplace_ggn_linearised"}
-    assert set(lines) == set(temperature_sweep.METHODS) - {"phases"} | phases | linearised
+    assert set(lines) == set(METHODS) - {"phases"} | phases | linearised
     assert all(set(lines[name]) == {0.1} for name in linearised | {"sghmc_serial", "mean_field"})
     assert all(math.isfinite(v) for at in lines.values() for m in at.values() for vs in m.values() for v in vs)
     temperature_sweep.figures(record, tmp_path)
@@ -101,14 +104,14 @@ def test_a_sweep_has_every_cell_and_is_taken_up_where_it_stopped(
     monkeypatch.setattr(temperature_sweep, "run_cell", refuse)
     assert temperature_sweep.sweep(args) == record
     with pytest.raises(AssertionError, match="has been run"):  # the broken twin: other settings are other cells
-        temperature_sweep.sweep(temperature_sweep.Arguments(**{**settings, "prior_std": 0.5}))
+        temperature_sweep.sweep(Arguments(**{**settings, "prior_std": 0.5}))
 
 
 @pytest.mark.slow
 def test_laplace_is_around_the_map_of_its_own_settings(settings: dict, tmp_path: Path) -> None:
     def lines(output_dir: Path, methods: list[str], **changes: object) -> dict:
         changed = {**settings, "output_dir": str(output_dir), "methods": methods, **changes}
-        return temperature_sweep.sweep(temperature_sweep.Arguments(**changed))["cells"][-1]["lines"]
+        return temperature_sweep.sweep(Arguments(**changed))["cells"][-1]["lines"]
 
     lines(tmp_path / "shared", ["map"])
     lines(tmp_path / "shared", ["map"], adam_steps=40, adam_learning_rate=0.1)
@@ -149,7 +152,7 @@ def language_settings(settings: dict, model: PreTrainedModel, tmp_path: Path, **
 def test_a_sweep_runs_on_language_models(settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     methods = ["laplace_ef", "laplace_ggn", "sghmc_serial"]
     changed = language_settings(settings, tiny_llama(), tmp_path, depth=1, methods=methods, num_members=4, seeds=[0])
-    lines = temperature_sweep.lines_of(temperature_sweep.sweep(temperature_sweep.Arguments(**changed)))
+    lines = temperature_sweep.lines_of(temperature_sweep.sweep(Arguments(**changed)))
     linearised = {f"{name}_linearised" for name in methods[:2]}
     assert set(lines) == {"map", *methods, *linearised}
     assert "left out" not in capsys.readouterr().out
@@ -164,7 +167,7 @@ def test_a_sweep_runs_on_language_models(settings: dict, tmp_path: Path, capsys:
 def test_a_sweep_says_what_it_leaves_out(settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bloom = CAUSAL["bloom-last-block"].make(torch.float32)  # whose activation cannot be differentiated forwards
     changed = language_settings(settings, bloom, tmp_path, methods=["laplace_ef"], num_members=2, seeds=[0, 1])
-    args = temperature_sweep.Arguments(**changed)
+    args = Arguments(**changed)
     record = temperature_sweep.sweep(args)
     assert set(temperature_sweep.lines_of(record)) == {"map", "laplace_ef"}
     said = "left out: laplace_ef_linearised: linearised predictions differentiate Bloom"
@@ -175,7 +178,7 @@ def test_a_sweep_says_what_it_leaves_out(settings: dict, tmp_path: Path, capsys:
 
 def test_unknown_methods_are_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match="unknown methods sgldd"):
-        temperature_sweep.sweep(temperature_sweep.Arguments(**{**settings, "methods": ["sgldd"]}))
+        temperature_sweep.sweep(Arguments(**{**settings, "methods": ["sgldd"]}))
 
 
 def test_the_ablation_measures_momenta_at_the_ends_of_cycles(settings: dict) -> None:
@@ -195,7 +198,7 @@ def test_the_ablation_measures_momenta_at_the_ends_of_cycles(settings: dict) -> 
 def mlp() -> dict:
     sizes = {"depths": 1, "num_datasets": 1, "num_test": 50, "temperatures": (0.1, 1.0), "num_chains": 2}
     runs = {"hmc_burn_in": 10, "hmc_updates": 20, "hmc_thin": 4, "num_leapfrog": 3, "cycles": 6, "burn_in_cycles": 2}
-    args = cold_posteriors_mlp.Arguments(**sizes, **runs, cycle_length=10)
+    args = MLPArguments(**sizes, **runs, cycle_length=10)
     with pytest.warns(UserWarning, match=r"depth 1, T = 1, data set 0: HMC is no gold standard here, .*ESS \d+ where"):
         return cold_posteriors_mlp.experiment(args)
 
@@ -209,7 +212,7 @@ def test_the_mlp_experiment_compares_both_samplers(mlp: dict, tmp_path: Path) ->
 
 
 def test_the_mlp_is_a_stack_of_torchs_layers() -> None:
-    net = cold_posteriors_mlp.MLP(2)
+    net = MLP(2)
     theta, x = torch.randn(3, sum(net.sizes)), torch.randn(4, 5)
     stack = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 3))
     for row, logits in zip(theta, net.logits(theta, x[None]), strict=True):
@@ -224,8 +227,8 @@ def test_the_symmetrised_kl_is_both_divergences() -> None:
 
 
 def test_the_sweep_needs_rows_to_evaluate_on(settings: dict) -> None:
-    args = temperature_sweep.Arguments(**{**settings, "evaluate_on": "validation", "validation_fraction": 0.0})
+    args = Arguments(**{**settings, "evaluate_on": "validation", "validation_fraction": 0.0})
     with pytest.raises(
         ValueError, match=r"strictly between 0 and 1 where no other rows .* got 0\.0: raise it, or give"
     ):
-        temperature_sweep.prepare(args)
+        prepare(args)

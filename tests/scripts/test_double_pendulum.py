@@ -8,24 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from scripts.reproduce import double_pendulum
-from scripts.reproduce.double_pendulum import (
+from scripts.reproduce.double_pendulum import LABELS
+from scripts.reproduce.double_pendulum_contenders import (
     BATCHED,
     CONTENDERS,
     L2,
-    LABELS,
     PENALTY,
     RANDOM_WALK,
     Contender,
-    Rows,
-    Settings,
-    pendulum,
-    positions,
-    run_line,
-    saved_and_loaded,
-    scores,
     starts,
-    train,
 )
+from scripts.reproduce.double_pendulum_data import Rows, pendulum, positions
+from scripts.reproduce.double_pendulum_runs import Settings, run_line, saved_and_loaded, scores, train
 
 
 def drift(y: np.ndarray, step: float, *, gravity: float) -> float:

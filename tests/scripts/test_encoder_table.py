@@ -8,7 +8,9 @@ import pytest
 
 from scripts.reproduce import encoder_table
 from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, rows_of, splits
-from scripts.reproduce.encoder_table import Bench, Scale
+from scripts.reproduce.encoder_table_bench import Bench
+from scripts.reproduce.encoder_table_methods import Scale, methods, points
+from scripts.reproduce.encoder_table_record import DIVERGED, best
 from scripts.reproduce.report import spread
 from tests.tiny_models import tiny_bert, tiny_tokenizer
 
@@ -79,7 +81,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Row
 def test_a_run_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, list[Row]]
 ) -> None:
-    all_methods = encoder_table.methods(SMALL)
+    all_methods = methods(SMALL)
     grids = {"map": 2, "laplace_diagonal": 1, "agps_swag": 1}  # points of each
     few = {
         name: all_methods[name]._replace(
@@ -144,9 +146,9 @@ def test_a_run_goes_on_where_it_stopped(
 
 
 def test_the_choice_is_the_validation_nll_alone() -> None:
-    method = encoder_table.methods(SMALL)["map_long"]
-    low, high, *_ = encoder_table.points(method.grid)
-    kept = {"grid": [[low, encoder_table.DIVERGED], [high, 0.7], [{"std": 9.0}, 0.1]]}  # the last is of an older grid
-    assert encoder_table.best(kept, method) == high
+    method = methods(SMALL)["map_long"]
+    low, high, *_ = points(method.grid)
+    kept = {"grid": [[low, DIVERGED], [high, 0.7], [{"std": 9.0}, 0.1]]}  # the last is of an older grid
+    assert best(kept, method) == high
     with pytest.raises(ValueError, match="lower its learning rates"):
-        encoder_table.best({"grid": [[low, encoder_table.DIVERGED]]}, method)
+        best({"grid": [[low, DIVERGED]]}, method)

@@ -8,7 +8,9 @@ from datasets.utils.logging import disable_progress_bar
 
 from hf_bayes.models.attaching import attach
 from scripts.reproduce import last_word
-from scripts.reproduce.last_word import Settings, Statement, code_lines, last_attention, rot13, score, shuffled
+from scripts.reproduce.last_word import Settings, last_attention
+from scripts.reproduce.last_word_scores import score
+from scripts.reproduce.last_word_statements import Statement, code_lines, rot13, shuffled, statements
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
 
 SENTENCES = "The first of these is not a statement! A model is asked for the last word of this one here. Nor is this."
@@ -23,14 +25,14 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_statements_are_sentences_without_their_last_word() -> None:
-    (found,) = last_word.statements([SENTENCES], 9)
+    (found,) = statements([SENTENCES], 9)
     assert found == Statement("A model is asked for the last word of this one", "here")
     assert rot13(found).last == "urer"
     other = shuffled(found, 0)
     assert (other.last, sorted(other.prompt.split())) == (found.last, sorted(found.prompt.split()))
     assert other.prompt != found.prompt
     assert code_lines(["x = 1\nif a and b or c and d or e:"], 9)[0].last == "e:"
-    assert len(last_word.statements([SENTENCES] * 40, 7)) == 7
+    assert len(statements([SENTENCES] * 40, 7)) == 7
 
 
 def test_scores_are_of_the_last_words_first_token(base: Path) -> None:

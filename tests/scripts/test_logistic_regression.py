@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hf_bayes.core.rng import generator
 from scripts.reproduce import logistic_regression
-from scripts.reproduce.logistic_regression import BATCH, Rows, breast_cancer, pyro_energy, same_density
-from scripts.reproduce.logistic_regression import stein_discrepancy as discrepancy
+from scripts.reproduce.logistic_regression import same_density
+from scripts.reproduce.logistic_regression_model import BATCH, Rows, breast_cancer, pyro_energy
+from scripts.reproduce.stein_discrepancy import stein_discrepancy as discrepancy
 from tests.scripts.pages import page
 
 

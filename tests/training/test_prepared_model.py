@@ -12,18 +12,13 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, default_data_collator, set_seed
 
-from hf_bayes import (
-    BayesianModelForCausalLM,
-    BayesianTrainer,
-    BayesianTrainingArguments,
-    SGHMCConfig,
-    attach,
-)
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments, SGHMCConfig, attach
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
 from hf_bayes.training.compat import TrainerHost
 from tests import runs
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
+from tests.training.trained import require_loaded_and_resumed
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
@@ -66,13 +61,7 @@ def test_a_run_of_a_peft_config_is_saved_loaded_and_resumed(tmp_path: Path, base
         built.train(**kwargs)
         return built
 
-    whole = run("whole")
-    whole.save_model(str(tmp_path / "posterior"))
-    ids = torch.arange(3, 12)[None]
-    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior")
-    assert torch.equal(loaded(ids).logits, whole.bayesian(ids).logits)
-    resumed = run("resumed", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
+    require_loaded_and_resumed(run("whole"), run, tmp_path)
 
 
 def test_a_refused_run_gives_the_base_back_without_the_adapter(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from hf_bayes.core.types import Evaluation
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.trainer import BayesianTrainer
@@ -17,10 +18,22 @@ from tests.tiny_models import tiny_llama, with_lora
 from tests.training.trained import Stream, full_data, relative
 
 
-def test_a_stream_trains_on_its_rows_in_order_scaled_to_num_data(tmp_path, evaluations):
-    def build() -> Any:
-        return with_lora(tiny_llama(dtype=torch.float64))
+def build() -> Any:
+    return with_lora(tiny_llama(dtype=torch.float64))
 
+
+def require_scaled(
+    evaluations: list[Evaluation], updates: list[list[dict[str, Any]]], trainer: BayesianTrainer
+) -> None:
+    """Check that each update has the log-likelihood of its own rows, scaled to the 1000 terms of the stream."""
+    for found, rows in zip(evaluations, updates, strict=True):
+        terms = sum(len(row["labels"]) - 1 for row in rows)
+        expected = full_data(build, trainer, rows)
+        torch.testing.assert_close(found.log_lik, 1000 / terms * expected.log_lik, rtol=1e-6, atol=0)
+        assert relative(found.grad_log_lik, 1000 / terms * expected.grad_log_lik) < 1e-6
+
+
+def test_a_stream_trains_on_its_rows_in_order_scaled_to_num_data(tmp_path, evaluations):
     rows = runs.token_rows([8, 20, 8, 6, 9])
     trainer = runs.trainer(
         tmp_path,
@@ -34,12 +47,7 @@ def test_a_stream_trains_on_its_rows_in_order_scaled_to_num_data(tmp_path, evalu
     )
     trainer.train()
     # the fifth row fills no batch: after the first two the stream begins again
-    pairs = [rows[:2], rows[2:4], rows[:2]]
-    for found, pair in zip(evaluations, pairs, strict=True):
-        terms = sum(len(row["labels"]) - 1 for row in pair)
-        expected = full_data(build, trainer, pair)
-        torch.testing.assert_close(found.log_lik, 1000 / terms * expected.log_lik, rtol=1e-6, atol=0)
-        assert relative(found.grad_log_lik, 1000 / terms * expected.grad_log_lik) < 1e-6
+    require_scaled(evaluations, [rows[:2], rows[2:4], rows[:2]], trainer)
 
 
 def test_a_stream_that_was_mapped_loses_the_columns_not_taken(tmp_path):
@@ -53,9 +61,6 @@ def test_a_stream_that_was_mapped_loses_the_columns_not_taken(tmp_path):
 
 
 def test_each_stream_update_is_scaled_by_its_own_micro_batches(tmp_path, evaluations):
-    def build() -> Any:
-        return with_lora(tiny_llama(dtype=torch.float64))
-
     rows = runs.token_rows([8, 20, 8, 6, 9, 12, 30])
     trainer = runs.trainer(
         tmp_path,
@@ -70,12 +75,7 @@ def test_each_stream_update_is_scaled_by_its_own_micro_batches(tmp_path, evaluat
     )
     trainer.train()
     # the seventh row is no update: its gradient is in none
-    updates = [rows[:3], rows[3:6], rows[:3], rows[3:6], rows[:3]]
-    for found, update in zip(evaluations, updates, strict=True):
-        terms = sum(len(row["labels"]) - 1 for row in update)
-        expected = full_data(build, trainer, update)
-        torch.testing.assert_close(found.log_lik, 1000 / terms * expected.log_lik, rtol=1e-6, atol=0)
-        assert relative(found.grad_log_lik, 1000 / terms * expected.grad_log_lik) < 1e-6
+    require_scaled(evaluations, [rows[:3], rows[3:6], rows[:3], rows[3:6], rows[:3]], trainer)
 
 
 class Shuffled(Stream):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,104 +10,14 @@ import torch
 from datasets import Dataset
 from huggingface_hub import HfApi, RepoUrl
 from torch import Tensor
-from transformers import (
-    DataCollatorWithFlattening,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, default_data_collator
 
-from hf_bayes.core.types import Evaluate, Evaluation, Kernel
-from hf_bayes.distributions.approximations import Draws, Gaussian
-from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.objectives import starting
 from tests import runs
-from tests.tiny_models import CHECKPOINTING, tiny_bert, tiny_gpt2, tiny_llama, with_lora
-from tests.training.trained import Still, full_data, relative
-
-# -- the gradient that a rule receives -------------------------------------------------------------------------------
-
-
-VARIANTS = {
-    "one member at a time": {"members_per_pass": 1},
-    "two members at a time": {"members_per_pass": 2},
-    "accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-    "activation checkpointing": {CHECKPOINTING: True},
-    "bf16": {"bf16": True},
-}
-
-
-@pytest.mark.parametrize("minibatch", ["independent", "shared"])
-@pytest.mark.parametrize("subspace", ["all layers", "trunk"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_the_gradient_of_a_chain_is_equal_in_every_variant(tmp_path, evaluations, minibatch, subspace, variant):
-    adapter = {"layers_to_transform": [1]} if subspace == "trunk" else {}
-
-    def gradient(**changes: Any) -> Tensor:
-        evaluations.clear()
-        fields = {"per_device_train_batch_size": 4, "members_per_pass": 3, **changes}
-        trainer = runs.trainer(
-            tmp_path,
-            SGHMCConfig(num_chains=3),
-            model=with_lora(tiny_llama(), **adapter),
-            max_steps=1,
-            minibatch=minibatch,
-            **fields,
-        )
-        assert (trainer.bayesian.members.num_trunk_blocks > 0) == (subspace == "trunk")
-        trainer.train()
-        return evaluations[0].grad_log_lik
-
-    # bf16 has 8 bits; else rounding of float32 sums in another order
-    tolerance = 0.05 if variant == "bf16" else 2e-6
-    assert relative(gradient(**VARIANTS[variant]), gradient()) < tolerance
-
-
-def test_gradient_is_what_a_plain_model_gives_for_every_chain(tmp_path, evaluations):
-    for build in (lambda: with_lora(tiny_llama()), lambda: with_lora(tiny_gpt2())):
-        evaluations.clear()
-        rows = runs.token_rows(4, length=6)
-        trainer = runs.trainer(
-            tmp_path, SGHMCConfig(num_chains=3), model=build(), train=rows, max_steps=1, per_device_train_batch_size=4
-        )
-        trainer.train()
-        assert relative(evaluations[0].grad_log_lik, full_data(build, trainer, rows).grad_log_lik) < 2e-6
-
-
-def test_packed_shared_rows_have_the_energy_of_padded_ones(tmp_path, evaluations):
-    rows, method = runs.token_rows([5, 9, 3, 12]), SGHMCConfig(num_chains=2)
-    fields = {"max_steps": 1, "per_device_train_batch_size": 4, "minibatch": "shared"}
-    runs.trainer(tmp_path, method, train=rows, collator=runs.padding_collator(), **fields).train()
-    bare = [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
-    runs.trainer(tmp_path, method, train=bare, collator=DataCollatorWithFlattening(), **fields).train()
-    padded, packed = evaluations
-    # rounding of float32 sums in another order
-    assert relative(packed.log_lik, padded.log_lik) < 1e-6
-    assert relative(packed.grad_log_lik, padded.grad_log_lik) < 1e-5
-
-
-def test_kernel_log_likelihoods_keep_float64_digits(tmp_path, monkeypatch):
-    seen: list[Tensor] = []
-
-    def step(state: Still, evaluate: Evaluate, rngs: Any) -> tuple[Still, dict]:
-        for batches in (None, *(slice(k, k + 1) for k in range(4))):
-            seen.append(evaluate(state.theta, gradient=False, batches=batches).log_lik)
-        return state, {}
-
-    kernel = Kernel(
-        init=lambda theta, evaluate, rngs: Still(theta, torch.zeros(len(theta), dtype=torch.int64)),
-        step=step,
-        finish=lambda state, draws: Draws.from_chains(draws),
-    )
-    monkeypatch.setattr(starting, "build", lambda config, problem: kernel)
-    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "minibatch": "shared"}
-    runs.trainer(tmp_path, HMCConfig(num_chains=2), train=runs.token_rows(8), max_steps=1, **fields).train()
-    whole, *parts = seen
-    assert relative(torch.stack(parts).mean(0), whole) < 1e-14  # float32 sums are off by up to 6e-8
-
+from tests.tiny_models import tiny_bert, tiny_gpt2, tiny_llama, with_lora
+from tests.training.trained import relative
 
 # -- chains ----------------------------------------------------------------------------------------------------------
 
@@ -267,83 +176,6 @@ def test_logged_loss_is_transformers_mean_per_token(tmp_path, lengths):
     assert ours.state.log_history[0]["loss/chain_0"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-5)
 
 
-def test_exact_kernels_see_all_data_in_every_move(tmp_path):
-    trainer = runs.trainer(
-        tmp_path,
-        METHODS["hmc"](num_chains=2, num_leapfrog=2),
-        max_steps=-1,
-        num_train_epochs=4,
-        gradient_accumulation_steps=3,
-    )
-    assert trainer.train().global_step == 4
-    assert trainer.args.gradient_accumulation_steps == 5  # 10 rows, 2 at a time
-
-
-@pytest.mark.parametrize("minibatch", ["independent", "shared"])
-def test_a_kernel_is_told_of_each_batch_on_the_scale_of_all_data(tmp_path, minibatch, monkeypatch):
-    told: list[Evaluation] = []
-
-    def step(state: Still, evaluate: Evaluate, rngs: Any) -> tuple[Still, dict]:
-        told.extend([evaluate(state.theta), evaluate(state.theta, batches=slice(1, 3))])
-        return state, {}
-
-    kernel = Kernel(
-        lambda theta, evaluate, rngs: Still(theta, torch.zeros(2, dtype=torch.int64)),
-        step,
-        lambda state, draws: Draws.from_chains(draws),
-    )
-    monkeypatch.setattr(starting, "build", lambda config, problem: kernel)
-    rows = runs.token_rows([8, 3, 8, 5, 8, 8, 4, 8, 8])
-    model = with_lora(tiny_llama(dtype=torch.float64))
-    settings = {"minibatch": minibatch, "collator": runs.padding_collator(), "max_steps": 1}
-    trainer = runs.trainer(
-        tmp_path, SGHMCConfig(num_chains=2), model=model, train=rows, gradient_accumulation_steps=4, **settings
-    )
-    loader = list(itertools.islice(trainer.get_train_dataloader(), 4))
-    trainer.train()
-    every, some = told
-    theta = trainer.run.state.theta
-    for place, batch in enumerate(loader):
-        copies = {k: torch.cat([v, v]) for k, v in batch.items()} if minibatch == "shared" else batch
-        expected = -9 / 2 * trainer.bayesian(**copies, theta=theta, folded=True).loss  # 9 rows, 2 in a batch
-        torch.testing.assert_close(every.batch_log_lik[:, place], expected.detach(), rtol=1e-6, atol=0)  # float32 loss
-    torch.testing.assert_close(every.log_lik, every.batch_log_lik.mean(1).to(theta.dtype))
-    assert torch.equal(some.batch_log_lik, every.batch_log_lik[:, 1:3])
-    torch.testing.assert_close(some.log_lik, some.batch_log_lik.mean(1).to(theta.dtype))
-    assert (some.grad_log_lik - every.grad_log_lik).norm() > 0.1 * every.grad_log_lik.norm()
-
-
-def test_batch_posterior_is_saved_as_a_tempered_likelihood(tmp_path):
-    config = METHODS["penalty"](num_chains=2, batch_posterior=True)
-    trainer = runs.trainer(tmp_path, config, gradient_accumulation_steps=3)
-    trainer.train()
-    method = trainer.posterior.config.method
-    assert (method["temperature"], method["temper"], method["batch_posterior"]) == (5.0, "likelihood", False)  # 10 / 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "changes", "message"),
-    [
-        ({}, {}, "penalty needs at least 2 batches per update to estimate their variance, got 1"),
-        ({"num_leapfrog": 1}, {"gradient_accumulation_steps": 2}, "penalty needs at least 3 batches per update"),
-        ({"replacement": False}, {"gradient_accumulation_steps": 6}, "cannot draw 12 different rows of 10"),
-    ],
-)
-def test_incomparable_batches_are_refused_before_training(tmp_path, fields, changes, message):
-    with pytest.raises(ValueError, match=message):
-        runs.trainer(tmp_path, METHODS["penalty"](num_chains=2, **fields), **changes)
-
-
-@pytest.mark.parametrize(("replacement", "factor"), [(True, 1.0), (False, 0.4)])
-def test_rows_drawn_once_get_a_finite_population_factor(tmp_path, replacement, factor):
-    config = METHODS["penalty"](num_chains=2, replacement=replacement)
-    trainer = runs.trainer(tmp_path, config, gradient_accumulation_steps=3, max_steps=2)
-    trainer.train()
-    (entry, *_) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert entry["finite_population_factor/chain_1"] == pytest.approx(factor)  # 6 of 10 rows
-    assert entry["penalty/chain_1"] > 0
-
-
 def test_early_stopping_reads_the_mixture(tmp_path):
     trainer = runs.trainer(
         tmp_path,
@@ -407,9 +239,6 @@ def test_the_model_comes_back_as_it_was(tmp_path):
     trainer.train()
     assert trainer.bayesian.detach() is model
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-# -- data sets without a length --------------------------------------------------------------------------------------
 
 
 def test_push_uploads_no_checkpoints_and_no_pickles(tmp_path, monkeypatch):

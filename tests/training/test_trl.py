@@ -12,15 +12,11 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
-from hf_bayes import (
-    BayesianModelForCausalLM,
-    BayesianTrainerMixin,
-    BayesianTrainingArguments,
-    SGHMCConfig,
-)
+from hf_bayes import BayesianModelForCausalLM, BayesianTrainerMixin, BayesianTrainingArguments, SGHMCConfig
 from tests import runs
-from tests.members.subjects import mixtral
+from tests.members.subject_models import mixtral
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
+from tests.training.trained import require_loaded_and_resumed
 
 pytestmark = pytest.mark.slow
 
@@ -102,12 +98,7 @@ def test_a_peft_config_is_trained_saved_loaded_and_resumed(tmp_path: Path, base:
 
     whole = run("whole")
     assert all(".lora_" in name for name in whole.bayesian.layout.names)
-    whole.save_model(str(tmp_path / "posterior"))
-    ids = torch.arange(3, 12)[None]
-    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior")
-    assert torch.equal(loaded(ids).logits, whole.bayesian(ids).logits)
-    resumed = run("resumed", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
+    require_loaded_and_resumed(whole, run, tmp_path)
 
 
 def test_a_mixture_of_experts_is_loaded_on_its_own_base(tmp_path: Path) -> None:

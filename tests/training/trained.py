@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
+from hf_bayes import BayesianModelForCausalLM
 from hf_bayes.core.types import Evaluation
 from hf_bayes.training.trainer import BayesianTrainer
+from tests import runs
 
 METRICS = ("nll", "accuracy", "ece", "brier", "total", "aleatoric", "epistemic", "member_nll")
 
@@ -42,6 +45,16 @@ def full_data(build: Any, trainer: BayesianTrainer, rows: list[dict]) -> Evaluat
 
 def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
+
+
+def require_loaded_and_resumed(whole: BayesianTrainer, run: Callable[..., BayesianTrainer], folder: Path) -> None:
+    """Check that the language model of a run in ``folder``/whole is loaded as it was, and that the run is resumed."""
+    whole.save_model(str(folder / "posterior"))
+    ids = torch.arange(3, 12)[None]
+    loaded = BayesianModelForCausalLM.from_pretrained(folder / "posterior")
+    assert torch.equal(loaded(ids).logits, whole.bayesian(ids).logits)
+    resumed = run("resumed", resume_from_checkpoint=str(folder / "whole" / "checkpoint-3"))
+    assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
 
 
 class Stream(IterableDataset):

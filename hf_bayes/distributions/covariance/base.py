@@ -17,8 +17,8 @@ from hf_bayes.core.layout import Layout
 class Covariance(ABC):
     """A symmetric positive definite matrix Sigma [d, d].
 
-    In a structure that allows it, elements may be points: their variance is 0. Draws and variances then exist, and the
-    precision and the density do not: these raise a ValueError.
+    Some structures allow points, which are elements with variance 0. Draws and variances then exist. The precision and
+    the density do not, and their methods raise a ValueError.
     """
 
     kind: ClassVar[str]
@@ -57,20 +57,20 @@ class Covariance(ABC):
 
     @abstractmethod
     def tensors(self, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors that a file holds; their names end in the names of the parameters."""
+        """Return the tensors to store in a file; their names end in the names of the parameters."""
 
     @classmethod
     @abstractmethod
     def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes that ``from_tensors`` expects.
 
-        Choices of the file, such as a rank or an identity basis, are read from ``tensors``.
+        What differs between files, such as the rank or an identity basis, is read from ``tensors``.
 
         Args:
             tensors: the tensors of one covariance, or of several with a leading dimension.
             layout: the layout of theta.
         Raises:
-            ValueError: if a name is missing that these choices depend on.
+            ValueError: if a tensor is missing from which this is read.
         """
 
     @classmethod

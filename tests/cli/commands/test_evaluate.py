@@ -20,7 +20,7 @@ from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.fit import distil_training
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
-from tests.members.subjects import bert_tagger
+from tests.members.subject_models import bert_tagger
 from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
 ROOT = Path(__file__).parents[3]

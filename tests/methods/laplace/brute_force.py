@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,13 +132,18 @@ class Row:
     vjp: Callable[[Tensor], dict[str, Tensor]]
 
 
-def evaluate_rows(problem: Problem) -> list[Row]:
-    """Run every row separately."""
-    layout, named = problem.layout, dict(problem.model.named_parameters())
+@contextmanager
+def watched(model: nn.Module, layout: Layout) -> Iterator[tuple[list[Tensor], dict[str, tuple[Tensor, Tensor]]]]:
+    """Give gradients to the random parameters alone, and keep the input and output of each random linear module.
+
+    Yields:
+        The random parameters, and {weight name: (input, output) of the last forward}.
+    """
+    named = dict(model.named_parameters())
     parameters = [named[name] for name in layout.names]
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     handles = []
-    for path, module in problem.model.named_modules():
+    for path, module in model.named_modules():
         name = f"{path}.weight"
         if name in layout.names and (type(module) is nn.Linear or isinstance(module, Conv1D)):
 
@@ -145,15 +151,22 @@ def evaluate_rows(problem: Problem) -> list[Row]:
                 seen[name] = (args[0], output)
 
             handles.append(module.register_forward_hook(keep))
-    flags = [(p, p.requires_grad) for p in problem.model.parameters()]
-    for parameter in problem.model.parameters():
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    for parameter in model.parameters():
         parameter.requires_grad_(any(parameter is p for p in parameters))
-    found = [_row(problem, row, parameters, seen) for row in problem.rows]
-    for handle in handles:
-        handle.remove()
-    for parameter, flag in flags:
-        parameter.requires_grad_(flag)
-    return found
+    try:
+        yield parameters, seen
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def evaluate_rows(problem: Problem) -> list[Row]:
+    """Run every row separately."""
+    with watched(problem.model, problem.layout) as (parameters, seen):
+        return [_row(problem, row, parameters, seen) for row in problem.rows]
 
 
 def _row(problem: Problem, row: dict[str, Tensor], parameters: list[Tensor], seen: dict) -> Row:

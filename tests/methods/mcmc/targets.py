@@ -1,4 +1,7 @@
-"""Four energies in two dimensions, their moments by quadrature, and the checks that every kernel must pass."""
+"""Four energies in two dimensions, their moments by quadrature, and the checks that every kernel must pass.
+
+A further energy has four scales.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,14 @@ def logistic(theta: Tensor, batch: object = None) -> Tensor:
     """Return U of a regression: twelve examples, an intercept and a slope, prior N(0, 2^2)."""
     logits = theta @ INPUTS.T
     return torch.nn.functional.softplus(logits).sum(1) - logits @ LABELS + theta.square().sum(1) / 8
+
+
+STRETCHED = torch.tensor([100.0, 10.0, 1.0, 0.1], dtype=torch.float64)
+
+
+def stretched(theta: Tensor, batch: object = None) -> Tensor:
+    """Return U of N(0, diag(STRETCHED^2))."""
+    return 0.5 * (theta / STRETCHED).square().sum(1)
 
 
 TARGETS = {"gaussian": gaussian, "banana": banana, "mixture": mixture}

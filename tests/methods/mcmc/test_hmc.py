@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.sampling import SampleResult, sample
-from hf_bayes.diagnostics.convergence import ess
+from hf_bayes.chains.sampling import sample
 from hf_bayes.distributions.energy import energy as energy_of
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.mcmc import hmc
-from hf_bayes.methods.mcmc.hmc import HMCConfig, Potential, find_step_size, leapfrog, mass_windows
+from hf_bayes.methods.mcmc.hmc import HMCConfig, Potential, find_step_size, leapfrog
 from tests.methods.mcmc import targets
 from tests.methods.mcmc.targets import (
     ALL_TARGETS,
+    STRETCHED,
     TARGETS,
     assert_a_long_run_is_exact,
     assert_resume_is_bitwise,
@@ -28,6 +28,7 @@ from tests.methods.mcmc.targets import (
     gaussian,
     problem,
     starts,
+    stretched,
     worst_z,
 )
 
@@ -279,45 +280,6 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         dataclasses.replace(HMCConfig(), **fields)
     assert message in str(error.value)
-
-
-STRETCHED = torch.tensor([100.0, 10.0, 1.0, 0.1], dtype=torch.float64)
-
-
-def stretched(theta: Tensor, batch: object = None) -> Tensor:
-    """Return U of N(0, diag(STRETCHED^2))."""
-    return 0.5 * (theta / STRETCHED).square().sum(1)
-
-
-def run_stretched(**changes: Any) -> SampleResult:
-    config = HMCConfig(num_leapfrog=8, **changes)
-    theta = starts(16, dim=4) * STRETCHED
-    return sample(stretched, theta, config, num_steps=600, learning_rate=0.1, burn_in=400, seed=1)
-
-
-def test_windows_of_the_mass_are_those_of_stan() -> None:
-    assert mass_windows(1000) == (75, 100, 150, 250, 450, 950)  # 75 | 25 50 100 200 500 | 50
-    assert mass_windows(150) == (75, 100)
-    assert mass_windows(100) == (15, 90)
-    assert mass_windows(19) == ()
-
-
-@pytest.mark.statistics
-def test_the_mass_is_the_variance_of_each_coordinate() -> None:
-    state = run_stretched().state
-    ratio = (state.scale / STRETCHED).log()
-    # the last window has 150 positions: at an ESS of 50 a standard deviation is good to 10 %, here to four of them; the
-    # pull of 5 in 155 is 11 % of the outermost scales, which lie 30 times from the mean one
-    assert ratio.abs().max() < 0.5
-    without = run_stretched(adapt_mass=False).state
-    assert torch.equal(without.scale, torch.ones_like(without.scale))
-
-
-@pytest.mark.statistics
-def test_a_mass_makes_stretched_laws_mix() -> None:
-    with_mass, without = (run_stretched(adapt_mass=adapt).draws for adapt in (True, False))
-    assert ess(with_mass).min() > 500  # of 16 x 200
-    assert ess(without).min() < 100  # the twin: 8 steps of the narrowest scale do not cross the widest
 
 
 def acceptances(target: str, burn_in: int) -> Tensor:

@@ -13,7 +13,7 @@ from hf_bayes.core.layout import select
 from hf_bayes.distributions.covariance import COVARIANCES, Diagonal, LowRank, dense
 from hf_bayes.models.single_pass.drawn import LEADING, RANK, draws_of, leading_columns, rank_for
 from scripts.reproduce.small_models import FAMILIES, attached, member_moments
-from tests.members import subjects
+from tests.members import subject_models
 from tests.models.linear_cases import random_covariance
 from tests.models.single_pass.cases import DOUBLE, normal
 from tests.models.single_pass.test_driver import run
@@ -24,7 +24,7 @@ SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = FAMILIES | {
     "norms of llama": (lambda: tiny_llama(dtype=DOUBLE), r"norm"),
     "embedding": (lambda: tiny_bert(dtype=DOUBLE), r"word_embeddings"),
     "layers of gpt2": (lambda: tiny_gpt2(dtype=DOUBLE), r"h\.1\."),
-    "layers of qwen3": (lambda: subjects.qwen3(DOUBLE), r"layers\.0\."),
+    "layers of qwen3": (lambda: subject_models.qwen3(DOUBLE), r"layers\.0\."),
 }
 
 

@@ -13,7 +13,8 @@ import torch
 from hf_bayes.posteriors.storage import listed_files, read_directory, read_file, write_directory
 from tests.faults.attacks import leads_out
 from tests.faults.children import told_by
-from tests.faults.corruptions import FAULTS, sign
+from tests.faults.corruptions import FAULTS
+from tests.faults.edits import sign
 
 FORMAT = "test.checkpoint"
 FILES = {"a.safetensors": {"w": torch.arange(3.0)}, "members/m0/b.json": {"x": 1}, "c.json": {}}
