@@ -35,6 +35,11 @@ class Candidate(NamedTuple):
     learning_rate: float | None = None
     cost: int = 1
 
+    @property
+    def gradients_per_update(self) -> int:
+        """The minibatch gradients of an update without accumulation, of all chains."""
+        return self.method.num_chains * self.method.requirements.gradients_per_update
+
 
 def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_chain: int = 4) -> tuple[Candidate, ...]:
     """Return the candidates for an attached model.

@@ -163,7 +163,7 @@ class _Trials:
     def _train(
         self, candidate: Candidate, gradients: int, *, keep: bool
     ) -> tuple[dict[str, float], list[float], list[int]]:
-        updates = gradients // candidate.method.num_chains // self._args.gradient_accumulation_steps
+        updates = gradients // candidate.gradients_per_update // self._args.gradient_accumulation_steps
         changes = {
             "output_dir": str(self.folder(candidate.name)), "learning_rate": candidate.learning_rate,
             "max_steps": max(1, updates),
@@ -223,17 +223,18 @@ def _first_budget(rows: Sequence[Candidate], args: BayesianTrainingArguments, bu
     """
     parts = len(rows) + min(NUM_FINALISTS, len(rows)) * SHARE
     chains = max(candidate.method.num_chains for candidate in rows)
+    costliest = max(rows, key=lambda candidate: candidate.gradients_per_update)
     accumulation = args.gradient_accumulation_steps
     if budget is None:
         per_epoch = math.ceil(num_rows / (args.per_device_train_batch_size * accumulation))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         budget = 10 * chains * steps * accumulation
-    least = LEAST_UPDATES * chains * accumulation
-    if budget // parts < least:
+    each = costliest.gradients_per_update * accumulation
+    if budget // parts < LEAST_UPDATES * each:
         raise ValueError(
-            f"budget={budget:,} gradients give {max(0, budget // parts // chains // accumulation)} updates to each of "
-            f"{chains} chains in the first round, and {LEAST_UPDATES} are needed: give at least {parts * least:,}, or "
-            "fewer candidates"
+            f"budget={budget:,} gradients give {max(0, budget // parts // each)} updates to each of "
+            f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
+            f"needed: give at least {parts * LEAST_UPDATES * each:,}, or fewer candidates"
         )
     return budget // parts
 
