@@ -10,6 +10,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.methods.recommended import on_ladder
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.uncertainty.likelihoods import lacks_of
 
 PLAIN = "plain fine-tuning"
 """The rival of every other candidate: one set of weights, with a temperature."""
@@ -66,7 +67,9 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         Candidate(f"SWAG, {num_chains} chains", _config("swag", num_chains=num_chains), None, 10),
     ]
     if _num_outputs(model) <= MOST_LINEARISED:
-        laplace = _config("laplace", structure="kronecker", fit_prior="evidence")
+        # a likelihood that cannot draw labels has no sampled GGN
+        estimator = "ef_sequence" if "draw" in lacks_of(model.likelihood) else "ggn"
+        laplace = _config("laplace", structure="kronecker", fit_prior="evidence", estimator=estimator)
         found.append(Candidate("Laplace, linearised", laplace, None, 3))
     if _has_lora(model.layout):
         dropout = _config("mc_dropout", num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain)
