@@ -30,6 +30,7 @@ from hf_bayes import (
     BradleyTerry,
     MAPConfig,
     MeanFieldConfig,
+    Poisson,
     Posterior,
     SGHMCConfig,
     attach,
@@ -148,6 +149,14 @@ def a_classifier() -> Namespace:
         "out"
     )
     return {"inputs": batch()}
+
+
+def a_posterior_of_counts() -> Namespace:
+    """A posterior of counts of texts, in "counts"."""
+    rows = [row | {"label": float(row["label"])} for row in label_rows()]
+    given = {"likelihood": Poisson(), "tokenizer": tiny_tokenizer()}
+    fit_laplace(with_lora(saved_base(tiny_bert(num_labels=1))), rows, **given).save_pretrained("counts")
+    return {}
 
 
 def a_classifier_to_distil() -> Namespace:
@@ -306,6 +315,7 @@ SNIPPETS = {
     ("docs/laplace.md", 2): Snippet(a_classifier),
     ("docs/laplace.md", 3): Snippet(lambda: a_language_model("out")),
     ("docs/likelihoods.md", 0): Snippet(rows_with_numbers, {"num_train_epochs=3": "max_steps=20"}),
+    ("docs/likelihoods.md", 1): Snippet(a_posterior_of_counts),
     ("docs/dpo.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=60"}, "trl"),
     ("docs/dpo.md", 1): Snippet(a_policy),
     ("docs/dpo.md", 2): Snippet(pairs_of_answers, {"num_train_epochs=1": "max_steps=20"}),

@@ -81,7 +81,7 @@ def test_an_energy_without_names_is_mean_field() -> None:
         return (theta.square() + theta.cos()).sum(1)
 
     one, other = (
-        sample(energy, torch.ones(2, 7), kind(), num_steps=20, learning_rate=0.1).approximation
+        sample(energy, torch.ones(2, 7), kind(num_draws=2), num_steps=20, learning_rate=0.1).approximation
         for kind in (BLoBConfig, MeanFieldConfig)
     )
     assert runs.equal(one, other)
