@@ -70,8 +70,8 @@ def _own_likelihood(head: dict[str, Any], what: str) -> Adapted | None:
             f"{what} has the likelihood {name}, and a command does not import the module that defines it: load the "
             "posterior in a script that does, and call evaluate of a BayesianTrainer or model.evaluate_batch"
         )
-    found = likelihood_from(stored)
-    found = found.of if isinstance(found, Weighted) else found
+    given = likelihood_from(stored)
+    found = given.of if isinstance(given, Weighted) else given
     if found is None:
         return None
     if not isinstance(found, CustomLikelihood):

@@ -42,7 +42,7 @@ CHAINS, GRADIENTS = 4, 300
 """Chains of a run, and gradients of a chain."""
 NEW = (
     Candidate("IVON", IVONConfig(num_chains=CHAINS), None, 10),
-    Candidate("low-rank VI", LowRankVIConfig(num_chains=CHAINS), None, 10),
+    Candidate("low-rank VI", LowRankVIConfig(num_chains=CHAINS, num_draws=1), None, 10),
 )
 """Rows of the table that ``tune`` does not try by itself."""
 

@@ -55,7 +55,8 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
     found = [
         Candidate(PLAIN, _config("map"), None, 1),
         Candidate("deep ensemble", _config("ensemble", num_chains=num_chains), None, num_chains),
-        Candidate("mean-field VI", _config("mean_field", num_chains=num_chains), None, 10),
+        # one gradient an update: trials are short, and all candidates then have equally many updates
+        Candidate("mean-field VI", _config("mean_field", num_chains=num_chains, num_draws=1), None, 10),
         Candidate("SGHMC", _config("sghmc", **draws), None, members),
         Candidate(
             "SGHMC, ladder", replace(on_ladder(), num_chains=num_chains, draws_per_chain=draws_per_chain), None, members

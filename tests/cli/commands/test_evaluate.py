@@ -63,7 +63,7 @@ def test_numbers_under_a_weighted_likelihood_are_evaluated_without_weights(tmp_p
     train = [row | {"label": float(row["label"]), "weight": 0.5} for row in runs.label_rows()]
     model = tiny_bert(num_labels=2)
     posterior = saved(tmp_path, model, train=train, likelihood=Weighted(Heteroscedastic(), column="weight"))
-    (tmp_path / "test.csv").write_text("\n".join(["text,label", *(f"{TEXTS[i % 4]} {i},{i / 4}" for i in range(12))]))
+    (tmp_path / "test.csv").write_text("\n".join(["text,label", *(f'"{TEXTS[i % 4]} {i}",{i / 4}' for i in range(12))]))
     results = evaluate(tmp_path, "--posterior", posterior, "--test", str(tmp_path / "test.csv"))
     assert results["kind"] == "own_numbers"
     assert results["predictive_std"] > results["aleatoric_std"] > 0
