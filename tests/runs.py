@@ -71,6 +71,7 @@ def trainer(
     eval_dataset: Any = None,
     processing_class: Any = None,
     prior: Any = None,
+    likelihood: Any = None,
     compute_metrics: Any = None,
     callbacks: Any = None,
     **changes: Any,
@@ -87,6 +88,7 @@ def trainer(
         subspace=subspace,
         processing_class=processing_class,
         prior=prior,
+        likelihood=likelihood,
         compute_metrics=compute_metrics,
         callbacks=callbacks,
     )

@@ -23,6 +23,7 @@ from hf_bayes import (
     BradleyTerry,
     MAPConfig,
     MeanFieldConfig,
+    Poisson,
     Posterior,
     SGHMCConfig,
     attach,
@@ -238,6 +239,14 @@ def pairs_of_answers() -> Namespace:
         lambda row: {"attention_mask": [[1] * 6] * 2, "completion_mask": [[0, 0, 1, 1, 1, 1]] * 2}
     )
     return {"model": with_lora(saved_base(tiny_llama())), "pairs": rows}
+
+
+def a_posterior_of_counts() -> Namespace:
+    """A posterior of counts of texts, in "counts"."""
+    rows = [row | {"label": float(row["label"])} for row in label_rows()]
+    given = {"likelihood": Poisson(), "tokenizer": tiny_tokenizer()}
+    fit_laplace(with_lora(saved_base(tiny_bert(num_labels=1))), rows, **given).save_pretrained("counts")
+    return {}
 
 
 def a_reward_model() -> Namespace:

@@ -1,18 +1,20 @@
-"""The evaluation of a regression on texts."""
+"""The evaluation of a regression on texts, with normal noise or under a user's likelihood of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hf_bayes.cli.data import load_rows
 from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
-from hf_bayes.cli.evaluation import Case, nll_of
+from hf_bayes.cli.evaluation import TEST, Case, nll_of
 from hf_bayes.cli.model_labels import numbers_of
-from hf_bayes.metrics.figures import NUMBERS
+from hf_bayes.metrics.figures import NUMBERS, OWN_NUMBERS
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.predictives import GaussianNumbers, MemberNumbers
 from hf_bayes.models.predictors import Predictive
@@ -47,6 +49,28 @@ def unscored_numbers(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
     return dict(found.parts)
 
 
+def own_number_sets(
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: TextArguments
+) -> dict[str, Dataset]:
+    """Read and encode the rows of each file; see ``text_sets``.
+
+    The placeholder of a label is the first label of the test set: 0 may be outside of the support.
+    """
+    count = len(head["labels"])
+    labels = numbers_of(load_rows(files[TEST]), count, what=files[TEST], label_column=args.label_column)
+    return text_sets(files, tokenizer, args, labels_of=lambda rows, file: labels, placeholder=labels[0])
+
+
+def scored_own_numbers(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
+    """Return the scores and the deviations of B rows with D numbers under a user's likelihood.
+
+    Returns:
+        [B]: ``nll``, and ``member_nll`` if there are members. [B, D]: ``label``, ``prediction``, ``predictive_std``,
+        ``aleatoric_std`` and ``epistemic_std``.
+    """
+    return {**nll_of(found, labels), "label": labels, "prediction": found.logits, **found.parts}
+
+
 NUMBER_CASE = Case(
     arguments=TextArguments,
     model_class=BayesianModelForSequenceClassification,
@@ -56,3 +80,5 @@ NUMBER_CASE = Case(
     scored=scored_numbers,
     unscored=unscored_numbers,
 )
+
+OWN_NUMBER_CASE = replace(NUMBER_CASE, figures=OWN_NUMBERS, read=own_number_sets, scored=scored_own_numbers)

@@ -1,4 +1,8 @@
-"""The evaluations by task and kind of labels, one row for each."""
+"""The evaluations by task and kind of labels, one row for each.
+
+Under a user's likelihood (``uncertainty.custom``) the labels of texts are classes 0..K-1 or D numbers, whatever the
+outputs of the head are. Weights of rows are left out, as in every evaluation.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,15 @@ from typing import Any
 
 from hf_bayes.cli.evaluate_classes import CLASS_CASE
 from hf_bayes.cli.evaluate_labels import LABEL_CASE
-from hf_bayes.cli.evaluate_numbers import NUMBER_CASE
+from hf_bayes.cli.evaluate_numbers import NUMBER_CASE, OWN_NUMBER_CASE
 from hf_bayes.cli.evaluate_windows import WINDOW_CASE
 from hf_bayes.cli.evaluate_words import WORD_CASE
 from hf_bayes.cli.evaluation import Case
 from hf_bayes.posteriors.config import PosteriorConfig
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.base import CustomLikelihood
+from hf_bayes.uncertainty.custom.registry import LIKELIHOODS, likelihood_from
+from hf_bayes.uncertainty.custom.weighted import Weighted
 
 CASES: dict[tuple[str, str | None], Case] = {
     ("causal_lm", None): WINDOW_CASE,
@@ -30,18 +38,48 @@ def case_of(config: PosteriorConfig, what: str) -> Case:
     Args:
         what: the name of the posterior in errors.
     Raises:
-        ValueError: for a task without an evaluation.
+        ValueError: for a task or a likelihood without an evaluation.
     """
     problems = [problem for task, problem in CASES if task == config.task]
     if not problems:
         known = " or ".join(dict.fromkeys(task for task, _ in CASES))
         raise ValueError(f"{what} is a posterior for {config.task}, expected {known}: use hf_bayes.metrics")
-    if "likelihood" in config.head:
-        raise ValueError(
-            f"{what} has the likelihood {config.head['likelihood'].get('name')}, whose labels this command does not "
-            "read: load the model, and call evaluate of a BayesianTrainer or model.evaluate_batch"
-        )
+    if (own := _own_likelihood(config.head, what)) is not None:
+        return OWN_NUMBER_CASE if own.num_classes is None else CLASS_CASE
     return CASES[config.task, None if None in problems else _problem(config.head)]
+
+
+def head_of(config: PosteriorConfig, what: str) -> dict[str, Any]:
+    """Return the head of a posterior with a name in ``labels`` for each class or number of a label.
+
+    Under a user's likelihood the outputs of the head are others: classes then have their numbers as names.
+    """
+    own = _own_likelihood(config.head, what)
+    if own is None:
+        return config.head
+    return config.head | {"labels": [str(number) for number in range(own.num_classes or own.config.label_size)]}
+
+
+def _own_likelihood(head: dict[str, Any], what: str) -> Adapted | None:
+    """Return the user's likelihood without weights; None for the likelihood of the head."""
+    stored = head.get("likelihood")
+    if stored is None:
+        return None
+    if (name := stored.get("name")) not in LIKELIHOODS:
+        raise ValueError(
+            f"{what} has the likelihood {name}, and a command does not import the module that defines it: load the "
+            "posterior in a script that does, and call evaluate of a BayesianTrainer or model.evaluate_batch"
+        )
+    given = likelihood_from(stored)
+    found = given.of if isinstance(given, Weighted) else given
+    if found is None:
+        return None
+    if not isinstance(found, CustomLikelihood):
+        raise ValueError(
+            f"{what} has the likelihood {name}, whose rows are pairs of texts, and this command reads single texts: "
+            "call evaluate of a BayesianTrainer (docs/rewards.md)"
+        )
+    return Adapted(found, len(head["labels"]))
 
 
 def own_arguments(case: Case, given: Sequence[Any], what: str) -> Any:

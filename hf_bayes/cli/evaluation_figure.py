@@ -54,12 +54,17 @@ _NUMBERS = Drawing(
     "mean squared error of these",
     ("rmse", "RMSE"),
 )
+_OWN_NUMBERS = _NUMBERS._replace(
+    measures={name: "units of the labels" for name in ("predictive_std", "epistemic_std")},
+    calibration=(draw_deviations,),
+)
 DRAWINGS = {
     "classes": _CLASSES,
     "next_tokens": _CLASSES,
     "tags": _CLASSES,
     "several_labels": _LABELS,
     "numbers": _NUMBERS,
+    "own_numbers": _OWN_NUMBERS,
 }
 """The kind of the labels -> the panels of the figure."""
 

@@ -13,12 +13,19 @@ from hf_bayes.core.text_safety import visible_line
 MEASURES = {
     "total": "total uncertainty",
     "epistemic": "epistemic uncertainty",
+    "predictive_std": "predictive standard deviation",
     "epistemic_std": "epistemic standard deviation",
     "confidence": "1 - confidence",
 }
 """The name of a measure in the results -> its words."""
 
-_SHORT = {"total": "TU", "epistemic": "EU", "epistemic_std": "epistemic std", "confidence": "1 - confidence"}
+_SHORT = {
+    "total": "TU",
+    "epistemic": "EU",
+    "predictive_std": "std",
+    "epistemic_std": "epistemic std",
+    "confidence": "1 - confidence",
+}
 
 _SCORES = {
     "accuracy": "accuracy",
@@ -38,6 +45,7 @@ _SCORES = {
     "standardised_rmse": "RMSE in predicted standard deviations",
     "ence": "ENCE",
     "predictive_std": "mean predictive standard deviation",
+    "aleatoric_std": "mean aleatoric standard deviation",
     "epistemic_std": "mean epistemic standard deviation",
 }
 """The name of a figure -> its words, in the order of the table."""

@@ -7,50 +7,61 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.models.attaching import MODELS, attach
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.refusals import refuse_other_likelihood
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+
+NUM_CHECKED = 8
+"""The rows on which a likelihood is checked."""
 
 
 @contextmanager
 def as_bayesian(
-    model: Any, subspace: str, noise_std: float | None, *, load: Callable[[Any], BayesianModel] | None = None
-) -> Iterator[BayesianModel]:
+    model: Any, subspace: str, noise_std: float | None, likelihood: LikelihoodConfig | None = None, *,
+    load: Callable[..., BayesianModel] | None = None,
+) -> Iterator[BayesianModel]:  # fmt: skip
     """Yield the Bayesian model to fit. A model of transformers or peft is attached, and detached afterwards.
 
     Args:
-        load: loads the model at a place, by default the posterior there.
+        likelihood: of a plain model. A BayesianModel and a saved posterior have one, which must be the same; given with
+            a posterior, its class need not be registered.
+        load: loads the model at a place, by default the posterior there, with the given likelihood as its
+            ``likelihood=``.
     Raises:
-        ValueError: for a ``noise_std`` beside a model that has its own.
+        ValueError: for a ``noise_std`` or a likelihood beside a model that has its own.
     """
     if is_place(model):
-        model = (load or load_posterior)(model)
+        model = (load or load_posterior)(model, likelihood=likelihood)
     if isinstance(model, BayesianModel):
         if noise_std is not None:
             raise ValueError(
                 f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their "
                 f"own ({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
             )
+        refuse_other_likelihood(likelihood, model)
         yield model
         return
-    bayesian = attach(model, subspace=subspace, noise_std=noise_std)
+    bayesian = attach(model, subspace=subspace, noise_std=noise_std, likelihood=likelihood)
     try:
         yield bayesian
     finally:
         bayesian.detach()
 
 
-def load_posterior(directory: str | os.PathLike[str]) -> BayesianModel:
+def load_posterior(directory: str | os.PathLike[str], *, likelihood: LikelihoodConfig | None = None) -> BayesianModel:
     """Load the posterior in a directory or repository, to predict by its members."""
     # another task is refused where the file is read
     task = Posterior.from_pretrained(directory).config.task
-    return MODELS[task].from_pretrained(directory, prediction="members")
+    return MODELS[task].from_pretrained(directory, prediction="members", likelihood=likelihood)
 
 
 def require_rows(function: str, name: str, data: Any) -> None:
@@ -80,6 +91,17 @@ def check_sizes(batch_size: Any, num_data: Any, data_unit: Any) -> None:
         raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")
     if data_unit not in ("token", "sequence"):
         raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
+
+
+def check_likelihood(model: BayesianModel, data: Any, collate: Callable[..., Any]) -> None:
+    """Check, on the first rows, that a user's likelihood is a finite sum over likelihood terms."""
+    check = getattr(model.likelihood, "check", None)
+    if check is None:
+        return
+    rows = range(min(NUM_CHECKED, len(data)))
+    with torch.no_grad():
+        for batch in batches_by_number(data, rows, model=model, collate=collate, batch_size=NUM_CHECKED):
+            model.each_term(batch, check)
 
 
 def batches_by_number(

@@ -20,7 +20,7 @@ from hf_bayes.diagnostics.ruled_spread import RuledSpread
 from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.priors import build_prior
-from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, require_rows
+from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_likelihood, check_sizes, require_rows
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.attaching import refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
@@ -31,11 +31,13 @@ from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.label_columns import with_columns
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.spread import LEAST_ROWS, NUM_DRAWS, SPREAD_SHARE, SpreadPlan, measure_spread
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.likelihoods import Normal, lacks_of
 
 
@@ -52,6 +54,7 @@ def fit_laplace(
     subspace: str = "trainable",
     prior: Posterior | str | os.PathLike[str] | None = None,
     noise_std: float | None = None,
+    likelihood: LikelihoodConfig | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
     seed: int = 0,
@@ -75,6 +78,8 @@ def fit_laplace(
         subspace: see ``hf_bayes.core.layout.select``; of a BayesianModel it is known.
         prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.models.inherited_prior``).
         noise_std: of a regression head; with ``fit_noise`` in the method None is 1, and it is learnt.
+        likelihood: the likelihood of the labels, such as ``Poisson()`` (docs/likelihoods.md); None takes the one that
+            belongs to the head's configuration. Of a posterior it is known.
         tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a posterior given as the
             model.
         heldout: rows like ``data``, by which ``LaplaceConfig(fit_prior="heldout")`` fits the prior precision.
@@ -87,15 +92,16 @@ def fit_laplace(
     require_seed(seed)
     _refuse_to_choose(config, heldout)
     _check_data(data, heldout, batch_size, num_data, data_unit)
-    with _as_bayesian(model, config, subspace, noise_std) as bayesian:
+    with _as_bayesian(model, config, subspace, noise_std, likelihood) as bayesian:
         refuse_frozen_adapter(bayesian)
         inherited = None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit)
         if inherited is not None:
             inherited.check_tokenizer(tokenizer)
         if bayesian.posterior is not None:
             subspace = bayesian.posterior.config.subspace
+        collate = with_columns(bayesian.likelihood, collate or default_data_collator)
         return _fit(
-            bayesian, data, config, collate or default_data_collator, batch_size, num_data, data_unit, subspace,
+            bayesian, data, config, collate, batch_size, num_data, data_unit, subspace,
             tokenizer, heldout, seed, inherited,
         )  # fmt: skip
 
@@ -108,12 +114,14 @@ def _checked_config(method: MethodConfig | None) -> Any:
 
 
 @contextmanager
-def _as_bayesian(model: Any, config: Any, subspace: str, noise_std: float | None) -> Iterator[BayesianModel]:
+def _as_bayesian(
+    model: Any, config: Any, subspace: str, noise_std: float | None, likelihood: LikelihoodConfig | None
+) -> Iterator[BayesianModel]:
     """Yield the Bayesian model to fit, see ``as_bayesian``. A noise that will be fitted begins at 1."""
-    plain = not (is_place(model) or isinstance(model, BayesianModel))
+    plain = likelihood is None and not (is_place(model) or isinstance(model, BayesianModel))
     if noise_std is None and config.fit_noise and plain and problem_of(model.config) == "regression":
         noise_std = 1.0
-    with as_bayesian(model, subspace, noise_std) as bayesian:
+    with as_bayesian(model, subspace, noise_std, likelihood) as bayesian:
         yield bayesian
 
 
@@ -137,6 +145,7 @@ def _fit(
     config.spec.check_likelihood(lacks_of(model.likelihood))
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
+    check_likelihood(model, data, collate)
     if heldout is not None:
         count(heldout, name="heldout", both_halves=config.requirements.heldout == "split")
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))

@@ -24,6 +24,8 @@ from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.curvature_pass import PassData, run_curvature_pass
 from hf_bayes.objectives.curvature_streams import curvature_products, row_gradients
+from hf_bayes.objectives.label_columns import with_columns
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 AnyModel = PreTrainedModel | PeftModel | BayesianModel
 
@@ -38,6 +40,7 @@ def curvature_of_model(
     batch_size: int = 8,
     subspace: str = "trainable",
     noise_std: float | None = None,
+    likelihood: LikelihoodConfig | None = None,
     seed: int = 0,
 ) -> CurvatureOperator:
     """Return the curvature of -log p(D | theta) of a model, as an operator: its products, matrix and linear systems.
@@ -54,12 +57,13 @@ def curvature_of_model(
         batch_size: rows of a forward. Gradients of so many rows [B, d] are held.
         subspace: see ``hf_bayes.core.layout.select``; of a BayesianModel it is known.
         noise_std: of a regression head.
+        likelihood: the likelihood of the labels (docs/likelihoods.md); None takes the head's own.
         seed: of the draws, which are the same in every product.
     Raises:
         ValueError: for an unknown estimator, or for data without a number of rows.
     """
     CurvatureSpec(estimator=estimator, num_samples=num_samples).check()
-    make = _passes(model, data, collate, batch_size, subspace, noise_std, seed)
+    make = _passes(model, data, collate, batch_size, subspace, noise_std, likelihood, seed)
     with make() as (bayesian, theta, _):
         layout = bayesian.layout
         CurvatureSpec(estimator=estimator, num_samples=num_samples).check_size(layout.dim, None, None)
@@ -88,13 +92,14 @@ def row_gradients_of_model(
     batch_size: int = 8,
     subspace: str = "trainable",
     noise_std: float | None = None,
+    likelihood: LikelihoodConfig | None = None,
 ) -> Iterator[Tensor]:
     """Yield the gradient of each row's log-likelihood, [B, d] for ``batch_size`` rows at a time, in order.
 
     Never are those of all rows held together. Dropout is off. The columns are those of
     ``hf_bayes.core.layout.select(model, subspace)``. The arguments are those of ``curvature_of_model``.
     """
-    make = _passes(model, data, collate, batch_size, subspace, noise_std, seed=0)
+    make = _passes(model, data, collate, batch_size, subspace, noise_std, likelihood, seed=0)
 
     def found() -> Iterator[Tensor]:
         for numbers in torch.arange(len(data)).split(batch_size):
@@ -107,7 +112,7 @@ def row_gradients_of_model(
 
 def _passes(
     model: AnyModel, data: Any, collate: Callable[..., Any], batch_size: int, subspace: str, noise_std: float | None,
-    seed: int,
+    likelihood: LikelihoodConfig | None, seed: int,
 ) -> Callable[[], Any]:  # fmt: skip
     """Return a function that opens a model for a pass over its data: (Bayesian model, theta [d], data)."""
     require_rows("this function", "data", data)
@@ -116,9 +121,10 @@ def _passes(
 
     @contextmanager
     def opened() -> Iterator[tuple[BayesianModel, Tensor, PassData]]:
-        with as_bayesian(model, subspace, noise_std) as bayesian:
+        with as_bayesian(model, subspace, noise_std, likelihood) as bayesian:
+            collator = with_columns(bayesian.likelihood, collate)
             batches = functools.partial(
-                batches_by_number, data, model=bayesian, collate=collate, batch_size=batch_size
+                batches_by_number, data, model=bayesian, collate=collator, batch_size=batch_size
             )  # fmt: skip
             rows = PassData(batches, len(data), 1.0, seed, None, nullcontext)
             yield bayesian, bayesian.current[0].detach(), rows

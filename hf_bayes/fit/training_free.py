@@ -19,7 +19,7 @@ from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import FinalPassResult, Problem
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error, row_scores
 from hf_bayes.distributions.energy import FlatPrior
-from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, require_rows
+from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_likelihood, check_sizes, require_rows
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.attaching import MODELS, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
@@ -27,10 +27,12 @@ from hf_bayes.models.calibrating import fit_to, heldout_sums
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.label_columns import with_columns
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.tasks import TASKS
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 Batches = Callable[[Sequence[int]], Iterator[dict[str, Any]]]
 """Numbers of held-out rows -> these rows, in this order, in batches."""
@@ -48,6 +50,7 @@ def fit_training_free(
     num_data: float | None = None,
     data_unit: str = "token",
     noise_std: float | None = None,
+    likelihood: LikelihoodConfig | None = None,
     tokenizer: Any = None,
     seed: int = 0,
 ) -> Posterior:
@@ -68,6 +71,8 @@ def fit_training_free(
         num_data: N of the data that the adapter was trained on, to be stored; None if it is not known.
         data_unit: the unit of N, "token" or "sequence".
         noise_std: the standard deviation of a regression's noise, in units of the labels; other heads refuse it.
+        likelihood: the likelihood of the labels (docs/likelihoods.md); None takes the one that belongs to the head's
+            configuration. Of a posterior it is known.
         tokenizer: saved with the posterior, which stores its fingerprint.
         seed: the seed of the draws that judge a width, and of a loaded posterior's members: they are the same.
     Returns:
@@ -80,12 +85,13 @@ def fit_training_free(
     require_seed(seed)
     _check_heldout(heldout)
     check_sizes(batch_size, num_data, data_unit)
-    with as_bayesian(model, subspace, noise_std, load=load_adapter) as bayesian:
+    with as_bayesian(model, subspace, noise_std, likelihood, load=load_adapter) as bayesian:
         refuse_frozen_adapter(bayesian)
         if bayesian.posterior is not None:
             subspace = bayesian.posterior.config.subspace
-        collate = collate or default_data_collator
+        collate = with_columns(bayesian.likelihood, collate or default_data_collator)
         _check_terms(bayesian, config, heldout, collate)
+        check_likelihood(bayesian, heldout, collate)
         batches = functools.partial(batches_by_number, heldout, model=bayesian, collate=collate, batch_size=batch_size)
         stored = {"subspace": subspace, "num_data": num_data, "data_unit": data_unit, "tokenizer": tokenizer}
         return _fit(bayesian, config, batches, len(heldout), seed=seed, stored=stored)
@@ -99,18 +105,22 @@ def read_adapter(place: str | os.PathLike[str]) -> Posterior:
         return Posterior.from_adapters([place])
 
 
-def load_adapter(adapter: str | os.PathLike[str] | Posterior, *, base_model: Any = None) -> BayesianModel:
+def load_adapter(
+    adapter: str | os.PathLike[str] | Posterior, *, base_model: Any = None, likelihood: LikelihoodConfig | None = None
+) -> BayesianModel:
     """Load a posterior, or a plain peft adapter, on its base model, to predict by its members.
 
     Args:
         adapter: a directory or repository, or what ``read_adapter`` returned.
-        base_model: as in ``from_pretrained``.
+        base_model, likelihood: as in ``from_pretrained``.
     """
     posterior = adapter if isinstance(adapter, Posterior) else read_adapter(adapter)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*1 member: epistemic uncertainty is 0")  # it will have more
         kind = MODELS[posterior.config.task]
-        return kind.from_pretrained(posterior, base_model=base_model, prediction="members", calibrated=False)
+        return kind.from_pretrained(
+            posterior, base_model=base_model, prediction="members", calibrated=False, likelihood=likelihood
+        )
 
 
 class Comparison(NamedTuple):

@@ -1,4 +1,5 @@
-"""The figures of each kind of labels: classes, next tokens, tags of words, several labels, and numbers.
+"""The figures of each kind of labels: classes, next tokens, tags of words, several labels, numbers, and
+numbers under a user's likelihood.
 
 Statistics have a name and the shape [R, T]: R rows (texts, or windows of a text) of T terms (one class, T tokens, or T
 outputs). Rows of tokens may have fewer terms than T; the further places are NaN.
@@ -173,4 +174,15 @@ NUMBERS = Figures(
         },
         "deviations": lambda found: _lists(deviation_bins(*_errors(found))),
     },
+)
+
+# a likelihood of numbers has a density, and need not have a distribution function
+_OF_ERRORS = ("rmse", "standardised_rmse", "ence")
+OWN_NUMBERS = replace(
+    NUMBERS,
+    kind="own_numbers",
+    means={name: name for name in ("nll", "member_nll", "predictive_std", "aleatoric_std", "epistemic_std")},
+    functions={name: NUMBERS.functions[name] for name in _OF_ERRORS},
+    measures=("predictive_std", "epistemic_std"),  # the noise may depend on the input
+    diagrams={"deviations": NUMBERS.diagrams["deviations"]},
 )

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.models.predictors import Predictor
+from hf_bayes.uncertainty.likelihoods import name_of
 
 COMPILE_LAYERS = "for layer in model.core.model.layers: layer.compile()"
 _ANSWER_NO_CACHE = ("recurrent_gemma",)
@@ -46,6 +47,15 @@ def refuse_likelihood(likelihood: object, kind: str) -> None:
         raise ValueError(
             f"likelihood={likelihood!r:.100} is for models that answer whole inputs, and the likelihood of {kind} is "
             "the categorical one: leave likelihood out"
+        )
+
+
+def refuse_other_likelihood(likelihood: object, model: Any) -> None:
+    """Raise if a likelihood is given beside a Bayesian model that has another one."""
+    if likelihood is not None and likelihood != getattr(model.likelihood, "config", None):
+        raise ValueError(
+            f"likelihood={likelihood!r:.100} is given with a BayesianModel, which has one of its own "
+            f"({name_of(model.likelihood)}): leave it out here, and give it to attach(...)"
         )
 
 

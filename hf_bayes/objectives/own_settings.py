@@ -69,7 +69,8 @@ def settle(
     result = RangeTest(found, {}, 0) if found is not None else None
     if result is None:
         assert trial is not None
-        result = trial(plan_trial(num_steps, method.num_chains), adamw_steps)
+        gradients = num_steps * method.requirements.gradients_per_update
+        result = trial(plan_trial(gradients, method.num_chains), adamw_steps)
     if whitens:
         return Settings(replace(method, warm_start_learning_rate=result.learning_rate), None, result)
     return Settings(method, result.learning_rate, result)

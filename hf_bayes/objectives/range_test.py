@@ -73,9 +73,9 @@ class TrialPlan(NamedTuple):
     num_updates: int
 
 
-def plan_trial(num_steps: int, num_chains: int) -> TrialPlan:
-    """Return the largest trial that a run of ``num_steps`` updates of ``num_chains`` chains can pay for."""
-    gradients = num_steps * num_chains
+def plan_trial(gradients_per_chain: int, num_chains: int) -> TrialPlan:
+    """Return the largest trial that a run with so many gradients of each chain can pay for."""
+    gradients = gradients_per_chain * num_chains
     count = int(SHARE * gradients) // len(RATES)
     if count >= MIN_UPDATES:
         return TrialPlan(RATES, min(count, MAX_UPDATES))

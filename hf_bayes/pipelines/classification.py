@@ -6,6 +6,10 @@ key. Scores are probabilities of the mixture. For regression they are predictive
 {"predictive_std", "epistemic_std"} of the record's own output, in units of the labels. For several labels the
 uncertainties are sums over all labels of the input (``uncertainty.several_labels``).
 
+Under a user's likelihood there is a record for each class, or for each number of a label, then with "aleatoric_std",
+too. The config names outputs of the head. Where labels have another number of classes or numbers than the head has
+outputs, they are "LABEL_0", "LABEL_1", ...: transformers' names for labels without names.
+
 With ``abstain`` each record of classes has one more key, "abstained": True if the answer should be withheld.
 ``abstain`` is True for the threshold that is stored with the posterior (``decide.abstention``), or an ``Abstention``.
 
@@ -16,6 +20,8 @@ gives no quantity of the posterior is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
@@ -24,11 +30,12 @@ from hf_bayes.decide.abstention import rule_for
 from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
-from hf_bayes.models.predictives import Deviations
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.storage.json_types import as_list
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.weighted import without_weights
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, name_of
 
 _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
@@ -38,6 +45,9 @@ _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
 }
 """Functions that may be applied to a head's outputs; the first gives the scores."""
 
+
+DEVIATIONS = ("predictive_std", "aleatoric_std", "epistemic_std")
+"""The uncertainties of a number; only a user's likelihood has the second one."""
 
 _TEXTS = ("text", "text_pair", "text_target", "text_pair_target")
 """Arguments of a tokenizer that are inputs of the pipeline."""
@@ -67,11 +77,12 @@ class _ScoredPipeline(BayesianPipeline):
         top_k = kwargs.get("top_k")
         if isinstance(top_k, int) and top_k < 1:
             raise ValueError(f"top_k is how many labels are returned, got {top_k}: give 1 or more")
-        found = super()._sanitize_parameters(function_to_apply=function_to_apply, **kwargs)
+        with self._answers_named():
+            found = super()._sanitize_parameters(function_to_apply=function_to_apply, **kwargs)
         if abstain is not None:
-            if not self.model.likelihood.predicts_classes:
+            if not without_weights(self.model.likelihood).predicts_classes:
                 raise ValueError(
-                    f"abstain= is for classes, and the labels here have a {name_of(self.model.likelihood)} "
+                    f"abstain= is for classes of a head, and the labels here have a {name_of(self.model.likelihood)} "
                     "likelihood: leave abstain out, and compare each record's uncertainty with a limit of your own"
                 )
             found[-1]["abstain"] = rule_for(self.model, abstain, CLASS_MEASURES)
@@ -82,14 +93,16 @@ class _ScoredPipeline(BayesianPipeline):
     ) -> Any:
         # transformers decides by the configuration, and treats a single output as a logit
         applied = function_to_apply or self._functions()[0]
-        result = super().postprocess(model_outputs, function_to_apply=applied, **kwargs)
+        with self._answers_named() as names:
+            result = super().postprocess(model_outputs, function_to_apply=applied, **kwargs)
         for record in as_list(result):
             if "total" in model_outputs:
                 record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS if part in model_outputs}
             if "predictive_std" in model_outputs:
                 # transformers names outputs by id2label; label2id may differ or be missing
-                output = next(i for i, name in self.model.config.id2label.items() if name == record["label"])
-                record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in Deviations._fields}
+                output = next(i for i, name in names.items() if name == record["label"])
+                deviations = [part for part in DEVIATIONS if part in model_outputs]
+                record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in deviations}
             if abstain is not None:
                 record["abstained"] = abstain.abstains(_class_uncertainty(model_outputs, abstain.measure))
         return result
@@ -98,15 +111,31 @@ class _ScoredPipeline(BayesianPipeline):
         """Return the functions that may be applied.
 
         Raises:
-            ValueError: for a user's likelihood, whose predictions have no names in the model's config.
+            ValueError: for preferences, whose rows are pairs.
         """
-        kind: Any = type(self.model.likelihood)
-        if kind not in _FUNCTIONS:
+        likelihood: Any = without_weights(self.model.likelihood)
+        if isinstance(likelihood, Adapted):
+            return _FUNCTIONS[Normal if likelihood.num_classes is None else Categorical]
+        if type(likelihood) not in _FUNCTIONS:
             raise ValueError(
-                f"{self.task_name} shows probabilities or numbers of the head's outputs, and the likelihood here is "
-                f"{name_of(self.model.likelihood)}: {self.model.likelihood.config.instead_of_pipeline}"
+                f"{self.task_name} shows probabilities or numbers of single inputs, and the likelihood here is "
+                f"{name_of(likelihood)}: {likelihood.config.instead_of_pipeline}"
             )
-        return _FUNCTIONS[kind]
+        return _FUNCTIONS[type(likelihood)]
+
+    @contextmanager
+    def _answers_named(self) -> Iterator[dict[int, str]]:
+        """Give the config a name for each class or number of a label, from which records are named; yield the names."""
+        config, likelihood = self.model.config, without_weights(self.model.likelihood)
+        given = config.id2label
+        if isinstance(likelihood, Adapted):
+            count = likelihood.num_classes or likelihood.config.label_size
+            if count != likelihood.num_outputs:
+                config.id2label = {number: f"LABEL_{number}" for number in range(count)}
+        try:
+            yield config.id2label
+        finally:
+            config.id2label = given
 
 
 def _class_uncertainty(outputs: Any, measure: str) -> float:

@@ -100,7 +100,8 @@ class ActiveRun:
         self.problem = self.run.problem
         self.mirrored = mirrors_chains(self.method, self.problem)
         copies = len(self.run.chains) if rows.shared else 1
-        self._ops_per_entry = 6 * copies * model.core.num_parameters(exclude_embeddings=True)
+        passes = copies * self.method.requirements.gradients_per_update
+        self._ops_per_entry = 6 * passes * model.core.num_parameters(exclude_embeddings=True)
         self.probe_of_draws = self._probe(self.problem.num_steps // self.method.draws_per_chain)
         self.monitor = Monitor(
             model.layout.sizes,
@@ -199,7 +200,7 @@ class ActiveRun:
             trunk.memory = None
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return Trainer's estimate for a micro-batch: each member runs the wrapped model."""
+        """Return Trainer's estimate for a micro-batch: each member runs the wrapped model once for each gradient."""
         main_input = inputs.get(getattr(self.setup.model, "main_input_name", "input_ids"))
         return 0 if main_input is None else int(self._ops_per_entry * main_input.numel())
 

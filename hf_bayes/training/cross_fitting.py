@@ -28,6 +28,8 @@ from hf_bayes.training.calibrating import predicting_as_loaded
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.repeated_runs import finished_run, require_repeatable
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.registry import likelihood_from
 
 
 def cross_fit_calibration(
@@ -38,6 +40,7 @@ def cross_fit_calibration(
     train_dataset: Any,
     num_folds: int = 5,
     subspace: str = "trainable",
+    likelihood: LikelihoodConfig | None = None,
     data_collator: Callable[..., Any] | None = None,
     processing_class: Any = None,
 ) -> Posterior:
@@ -53,6 +56,7 @@ def cross_fit_calibration(
         train_dataset: rows with a length, and labels that are classes.
         num_folds: K, at least 2.
         subspace, data_collator, processing_class: as for ``BayesianTrainer``.
+        likelihood: the likelihood that the posterior stores, if its class is not registered.
     Raises:
         ValueError: before the first run: for an attached model, several processes, a stream, fewer rows than folds, or
             a method that needs held-out rows.
@@ -62,7 +66,11 @@ def cross_fit_calibration(
     _check(method.requirements.heldout_setting, train_dataset, num_folds)
     order = torch.randperm(len(train_dataset), generator=generator(args.seed, "folds"))
     folds = [order[fold::num_folds].tolist() for fold in range(num_folds)]
-    given = {"data_collator": data_collator, "processing_class": processing_class, "subspace": subspace}
+    given: dict[str, Any] = {
+        "data_collator": data_collator, "processing_class": processing_class, "subspace": subspace,
+    }  # fmt: skip
+    if (stored := posterior.config.head.get("likelihood")) is not None:
+        given["likelihood"] = likelihood_from(stored, given=likelihood)
     sums, found = GroupSums.empty(), None
     for fold in tqdm(range(num_folds), desc="folds", disable=args.disable_tqdm):
         others = sorted(set(order.tolist()) - set(folds[fold]))

@@ -9,6 +9,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from hf_bayes.models.input_check import check_vocabulary
+from hf_bayes.objectives.label_columns import columns_of, with_columns
 from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training import checkpoints
 from hf_bayes.training.active_run import ActiveRun
@@ -17,7 +18,6 @@ from hf_bayes.training.calibrating import reason_against, require_calibration
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.heldout_rows import HeldOutData
-from hf_bayes.training.label_columns import LabelColumns
 from hf_bayes.training.learning_rate import LearningRate
 from hf_bayes.training.preferences import PairRows
 from hf_bayes.training.refusals import refuse_batch_statistics, require_all_chains
@@ -26,7 +26,6 @@ from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.step_lines import shorten_lines
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
-from hf_bayes.uncertainty.likelihoods import name_of
 
 Part = TypeVar("Part")
 
@@ -52,10 +51,8 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     check_vocabulary(host.tokenizer, model.core)
     if setup.inherited is not None:
         setup.inherited.check_tokenizer(host.tokenizer)
-    columns: tuple[str, ...] = getattr(getattr(model.likelihood, "config", None), "columns", ())
-    host.keep_columns(model.core, columns)
-    if columns:
-        host.wrap_collator(lambda collate: LabelColumns(collate, columns, name_of(model.likelihood)))
+    host.keep_columns(model.core, columns_of(model.likelihood))
+    host.wrap_collator(partial(with_columns, model.likelihood))
     if isinstance(model.likelihood, Preferences):
         host.wrap_collator(partial(PairRows, precomputed=getattr(host.args, "precompute_ref_log_probs", False)))
     rows = None if host.train_dataset is None else TrainingRows(host, model, method, setup.mesh)

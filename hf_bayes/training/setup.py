@@ -17,6 +17,7 @@ from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.preferences import BayesianModelForPreferences
+from hf_bayes.models.refusals import refuse_other_likelihood
 from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.host_trainers import config_kept
@@ -26,7 +27,7 @@ from hf_bayes.training.refusals import refuse_other_weights
 from hf_bayes.training.refused_arguments import refuse_arguments
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
-from hf_bayes.uncertainty.likelihoods import Likelihood, name_of
+from hf_bayes.uncertainty.likelihoods import Likelihood
 
 
 class Setup(NamedTuple):
@@ -93,11 +94,8 @@ def set_up(
         if not isinstance(ready, BayesianModel):
             ready = attach(ready, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood)
             on_error.callback(ready.detach)
-        elif likelihood is not None and likelihood != getattr(ready.likelihood, "config", None):
-            raise ValueError(
-                f"likelihood={likelihood!r:.100} is given with a BayesianModel, which has one of its own "
-                f"({name_of(ready.likelihood)}): leave it out here, and give it to attach(...)"
-            )
+        else:
+            refuse_other_likelihood(likelihood, ready)
         _refuse_trunk_memory(ready, args)
         bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded
         refuse_frozen_adapter(bayesian)

@@ -166,7 +166,7 @@ def learn(
 def knob(method: str, value: float) -> dict[str, Any]:
     """Return the fields that give a method its chosen value."""
     if method == "mean_field":
-        return {"mean_field_args": {"std_learning_rate": value}}
+        return {"mean_field_args": {"std_learning_rate": value, "num_draws": 1}}
     return {"strength": value} if method.startswith("laplace") else {}
 
 

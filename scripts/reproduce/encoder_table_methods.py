@@ -113,7 +113,7 @@ def methods(scale: Scale) -> dict[str, Method]:
             {"learning_rate": (3e-3, 1e-2), "std": stds}, {"SGHMC, one chain": None},
         ),
         "mean_field": Method(
-            lambda std: MeanFieldConfig(prior_std=prior(std), **warm),
+            lambda std: MeanFieldConfig(prior_std=prior(std), num_draws=1, **warm),
             {"learning_rate": (1e-3, 3e-3), "std": narrow}, {"mean-field VI": None},
         ),
         "laplace_diagonal": Method(

@@ -64,7 +64,7 @@ def laplace(structure: str, passes: float = 30, **batch: int) -> Row:
 ROWS = {
     "MAP": Row(lambda draws: MAPConfig(num_chains=1), 30),
     "deep ensemble": Row(lambda draws: EnsembleConfig(num_chains=NUM_CHAINS), 1000),
-    "mean-field VI": Row(lambda draws: MeanFieldConfig(num_chains=1), 100),
+    "mean-field VI": Row(lambda draws: MeanFieldConfig(num_chains=1, num_draws=1), 100),
     "Laplace, diagonal": laplace("diagonal"),
     "Laplace, low rank": laplace("low_rank"),
     "Laplace, K-FAC": laplace("kronecker"),
@@ -109,7 +109,7 @@ LORA_ROWS = {
     "deep ensemble": Row(
         lambda draws: EnsembleConfig(num_chains=LORA_CHAINS), LORA_CHAINS * LORA_EPOCHS, batch=LORA_BATCH
     ),
-    "mean-field VI": Row(lambda draws: MeanFieldConfig(num_chains=1), 100, batch=LORA_BATCH),
+    "mean-field VI": Row(lambda draws: MeanFieldConfig(num_chains=1, num_draws=1), 100, batch=LORA_BATCH),
     **{
         f"Laplace, {name}": laplace(structure, LORA_EPOCHS, batch=LORA_BATCH)
         for name, structure in {"diagonal": "diagonal", "K-FAC": "kronecker", "full": "full"}.items()

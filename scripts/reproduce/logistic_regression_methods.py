@@ -67,10 +67,10 @@ def plans(updates: int, batched_updates: int, kernel_updates: int) -> dict[str, 
         "hmc": Plan(HMCConfig(), 0.1, kernel_updates),
         "sgld": Plan(sgld, 1.0, 5 * updates),  # without momentum the autocorrelation time is ten times as long
         **full,
-        "mean_field": Plan(MeanFieldConfig(), 0.01, updates // 4),
+        "mean_field": Plan(MeanFieldConfig(num_draws=1), 0.01, updates // 4),
         "sgld, batch 32": Plan(sgld, 0.5, batched_updates, batched=True),
         **{f"{name}, batch 32": plan for name, plan in batched.items()},
-        "mean_field, batch 32": Plan(MeanFieldConfig(), 0.01, updates // 4, batched=True),
+        "mean_field, batch 32": Plan(MeanFieldConfig(num_draws=1), 0.01, updates // 4, batched=True),
     }
 
 

@@ -5,8 +5,8 @@
 
 The pretrained encoder has LoRA in the attention of all its layers, or of the last one, where runs are five times as
 fast. No setting is chosen by hand: learning rates, step
-sizes and priors are automatic, and every method has a temperature of its mixture, fitted on validation rows. Four
-chains have the same number of updates each. Plain fine-tuning has one chain, so it has a quarter of the gradients.
+sizes and priors are automatic, and every method has a temperature of its mixture, fitted on validation rows. Each of
+four chains has the same number of gradients. Plain fine-tuning has one chain, so it has a quarter of them.
 Every finished run is kept, and a later call makes the missing ones.
 """
 
@@ -38,10 +38,11 @@ from scripts.reproduce.recommend_tasks import LAST, Task, clinc, debian, shakesp
 from scripts.reproduce.report import RESULTS, as_text, keep, spread, table
 
 NAME = "recommend"
-CHAINS, UPDATES = 4, 300
+CHAINS, GRADIENTS = 4, 300
+"""Chains of a run, and gradients of a chain."""
 NEW = (
     Candidate("IVON", IVONConfig(num_chains=CHAINS), None, 10),
-    Candidate("low-rank VI", LowRankVIConfig(num_chains=CHAINS), None, 10),
+    Candidate("low-rank VI", LowRankVIConfig(num_chains=CHAINS, num_draws=1), None, 10),
 )
 """Rows of the table that ``tune`` does not try by itself."""
 
@@ -85,13 +86,14 @@ class Bench:
 
     def run(self, candidate: Candidate, seed: int) -> dict[str, Any]:
         """Train, and return the figures of the test rows."""
+        updates = GRADIENTS // candidate.method.requirements.gradients_per_update
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = BayesianTrainer(
                 model=self.task.model(seed),
                 method=candidate.method,
                 args=BayesianTrainingArguments(
-                    output_dir=directory, seed=seed, learning_rate=candidate.learning_rate, max_steps=UPDATES,
+                    output_dir=directory, seed=seed, learning_rate=candidate.learning_rate, max_steps=updates,
                     per_device_train_batch_size=self.task.batch, per_device_eval_batch_size=100, minibatch="shared",
                     trunk_memory_gib=2, map_updates=0, use_cpu=True, disable_tqdm=True, report_to="none",
                     logging_strategy="no", save_strategy="no",
@@ -119,7 +121,7 @@ class Bench:
         }
         return {
             **kept, **{name: results[name] for name in ("total", "epistemic", "member_nll") if name in results},
-            "seconds": round(seconds), "gradients": UPDATES * candidate.method.num_chains, "cost": candidate.cost,
+            "seconds": round(seconds), "gradients": updates * candidate.gradients_per_update, "cost": candidate.cost,
             "temperature": calibration.get("temperature", 1.0),
             "posterior_temperature": chosen, "heldout_nll": calibration.get("calibrated_nll"),
             "heldout_plain_nll": calibration.get("nll"), **rates, **ladder,

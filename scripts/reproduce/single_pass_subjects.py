@@ -165,7 +165,7 @@ def posteriors(subject: Subject) -> dict[str, Callable[[], Posterior]]:
         "diagonal Laplace": lambda: laplace("diagonal"),
         "K-FAC Laplace": lambda: laplace("kronecker"),
         "SWAG": lambda: by_training(SWAGConfig(num_chains=1, prior_std=prior), 200),
-        "mean field": lambda: by_training(MeanFieldConfig(num_chains=1, prior_std=prior), 200),
+        "mean field": lambda: by_training(MeanFieldConfig(num_chains=1, num_draws=1, prior_std=prior), 200),
     }
 
 

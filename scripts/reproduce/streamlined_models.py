@@ -141,8 +141,8 @@ def laplace(model: MLPForSequenceClassification, task: Task, structure: str, pri
 def mean_field(task: Task, start: Tensor, *, noise_std: float, prior_std: float, steps: int, seed: int) -> Gaussian:
     """Return the mean-field Gaussian of variational inference, started at the MAP estimate."""
     found = sample(
-        energy_of(task, noise_std, prior_std), start, MeanFieldConfig(num_chains=1), num_steps=steps,
-        learning_rate=0.01, seed=seed,
+        energy_of(task, noise_std, prior_std), start, MeanFieldConfig(num_chains=1, num_draws=1),
+        num_steps=steps, learning_rate=0.01, seed=seed,
     )  # fmt: skip
     assert isinstance(found.approximation, Gaussian)
     return found.approximation

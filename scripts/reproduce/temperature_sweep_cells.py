@@ -44,7 +44,7 @@ def method_of(args: Arguments, name: str, temperature: float) -> MethodConfig:
     if name == "map":
         return MAPConfig(**prior)
     if name == "mean_field":
-        rates = {"init_std": args.init_std, "std_learning_rate": args.std_learning_rate}
+        rates = {"num_draws": 1, "init_std": args.init_std, "std_learning_rate": args.std_learning_rate}
         return MeanFieldConfig(temperature=temperature, **prior, **rates)
     if name.startswith("laplace"):
         estimator = {"laplace_ef": "ef_sequence", "laplace_ggn": "ggn"}[name]

@@ -2,8 +2,8 @@
 
     python -m scripts.reproduce.variational_widths
 
-The target is a logistic regression whose best diagonal Gaussian is known to 1e-9. Each line of the table is one method
-and number of updates, in 32 chains with noise and batches of their own.
+The target is a logistic regression whose best diagonal and full Gaussians are known to 1e-9. Each line of the table is
+one method and number of updates, in 32 chains with noise and batches of their own.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 from benchmarks.harness import machine
 from benchmarks.table import replaced
-from hf_bayes import IVONConfig, MeanFieldConfig
+from hf_bayes import FullRankVIConfig, IVONConfig, LowRankVIConfig, MeanFieldConfig
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.methods.variational.gaussian_vi import GaussianVIConfig
-from scripts.reproduce.exact_widths import NUM_ROWS, Optimum, Regression, fit
+from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Optimum, Regression, fit
 from scripts.reproduce.report import as_text, circumstances, table
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD, PAGE = DOCS / "variational.json", DOCS / "variational.md"
-NUM_CHAINS, BATCH, UPDATES, MEAN_FIELD_RATE = 32, 32, 5000, 0.01
+NUM_CHAINS, BATCH, UPDATES, LEARNING_RATE = 32, 32, 5000, 0.01
 PRIORS = (1.0, 10.0)
 
 
@@ -44,6 +44,11 @@ class Line(NamedTuple):
     batch: int | None = BATCH
     share: float = 1.0
 
+    @property
+    def correlates(self) -> bool:
+        """Check whether q has correlations, so that it ends at the best full Gaussian."""
+        return isinstance(self.method, LowRankVIConfig | FullRankVIConfig)
+
     def num_updates(self, updates: int) -> int:
         """Return the updates of this line, given the updates of a full line."""
         return round(self.share * updates)
@@ -52,13 +57,23 @@ class Line(NamedTuple):
 LINES = (
     Line("`mean_field`", MeanFieldConfig(), None),
     Line("`mean_field`", MeanFieldConfig()),
-    Line("`mean_field`, `std_learning_rate=0.002`", MeanFieldConfig(std_learning_rate=0.002)),
-    Line("`mean_field`, `num_draws=2`, 2,500 updates", MeanFieldConfig(num_draws=2), share=0.5),
-    Line("`mean_field`, `num_draws=2`", MeanFieldConfig(num_draws=2)),
+    Line("`mean_field`, 2,500 updates", MeanFieldConfig(), share=0.5),
+    Line("`mean_field`, `num_draws=1`", MeanFieldConfig(num_draws=1), None),
+    Line("`mean_field`, `num_draws=1`", MeanFieldConfig(num_draws=1)),
+    Line(
+        "`mean_field`, `num_draws=1`, `std_learning_rate=0.002`", MeanFieldConfig(num_draws=1, std_learning_rate=0.002)
+    ),
     Line("`mean_field`, `num_draws=4`, 2,500 updates", MeanFieldConfig(num_draws=4), share=0.5),
     Line("`mean_field`, `num_draws=4`", MeanFieldConfig(num_draws=4)),
+    Line("`low_rank_vi`, rank 6", LowRankVIConfig(rank=DIM)),
+    Line("`low_rank_vi`, rank 6, 2,500 updates", LowRankVIConfig(rank=DIM), share=0.5),
+    Line("`low_rank_vi`, rank 6, `num_draws=1`", LowRankVIConfig(rank=DIM, num_draws=1)),
+    Line("`full_rank_vi`", FullRankVIConfig()),
+    Line("`full_rank_vi`, 2,500 updates", FullRankVIConfig(), share=0.5),
+    Line("`full_rank_vi`, `num_draws=1`", FullRankVIConfig(num_draws=1)),
     Line("`ivon`", IVONConfig(), None),
     Line("`ivon`", IVONConfig()),
+    Line("`ivon`, `num_draws=2`, 2,500 updates", IVONConfig(num_draws=2), share=0.5),
     Line("`ivon`, `num_draws=2`", IVONConfig(num_draws=2)),
     Line("`ivon`, `num_draws=4`", IVONConfig(num_draws=4)),
 )
@@ -67,7 +82,7 @@ LINES = (
 def accuracy(line: Line, target: Regression, best: Optimum, *, updates: int, num_chains: int) -> dict[str, float]:
     """Return the scatter and the bias of standard deviations, relative, and the mean excess of F in nats."""
     steps = line.num_updates(updates)
-    rate = steps**-0.5 if isinstance(line.method, IVONConfig) else MEAN_FIELD_RATE
+    rate = steps**-0.5 if isinstance(line.method, IVONConfig) else LEARNING_RATE
     found = fit(target, line.method, num_steps=steps, learning_rate=rate, batch=line.batch, num_chains=num_chains)
     relative = found.stds / best.std - 1
     excess = [
@@ -85,10 +100,10 @@ def run(*, updates: int = UPDATES, num_chains: int = NUM_CHAINS) -> dict[str, An
     """Return the accuracy of every line, for both priors."""
     start, lines = time.perf_counter(), []
     targets = {prior: Regression.with_prior(prior) for prior in PRIORS}
-    optima = {prior: target.optimum() for prior, target in targets.items()}
+    optima = {(prior, full): targets[prior].optimum(full=full) for prior in PRIORS for full in (False, True)}
     for line in LINES:
         found = {
-            f"{prior:g}": accuracy(line, target, optima[prior], updates=updates, num_chains=num_chains)
+            f"{prior:g}": accuracy(line, target, optima[prior, line.correlates], updates=updates, num_chains=num_chains)
             for prior, target in targets.items()
         }
         lines.append(

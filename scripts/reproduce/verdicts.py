@@ -81,7 +81,7 @@ CASES = {
     "SGHMC, a tenth of the heating": Case(SGHMCConfig(**CHAINS, heating=0.015)),
     "SGHMC, batches of 8": Case(SGHMCConfig(**CHAINS), epochs=6, batch=8),
     "SGHMC, 5 epochs": Case(SGHMCConfig(**SHORT), epochs=5),
-    "mean-field VI": Case(MeanFieldConfig(num_chains=1), epochs=100),
+    "mean-field VI": Case(MeanFieldConfig(num_chains=1, num_draws=1), epochs=100),
     "SWAG": Case(SWAGConfig(num_chains=1), epochs=60, learning_rate=0.01),
     "Laplace, diagonal": Case(LaplaceConfig(num_chains=1, structure="diagonal")),
     "Laplace, low rank": Case(LaplaceConfig(num_chains=1, structure="low_rank")),

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import norm
+from scipy.stats import norm, poisson
 
-from hf_bayes.cli.evaluate_numbers import NUMBER_CASE, scored_numbers
+from hf_bayes.cli.evaluate_numbers import NUMBER_CASE, OWN_NUMBER_CASE, scored_numbers
+from hf_bayes.metrics.evaluation import evaluation_results
+from hf_bayes.metrics.figures import OWN_NUMBERS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictives import of_gaussian
+from hf_bayes.uncertainty.custom.poisson import Poisson
 from hf_bayes.uncertainty.likelihoods import Normal
 from tests.cli.evaluated import NUM_ROWS, SENTENCES, found_by, inputs_of, members_of, write_rows
 from tests.tiny_models import tiny_bert
@@ -62,3 +65,31 @@ def test_gaussian_outputs_are_scored_without_members() -> None:
     assert "member_nll" not in found
     assert found["nll"].numpy() == pytest.approx(-norm.logpdf([1] * 4, 0, math.sqrt(2)))
     assert found["below"][:, 0].numpy() == pytest.approx(norm.cdf([1] * 4, 0, math.sqrt(2)))
+
+
+COUNTS = [1 + i % 3 for i in range(NUM_ROWS)]
+
+
+def test_counts_are_scored_under_the_mixture_of_their_likelihood(tmp_path: Path) -> None:
+    model = members_of(tiny_bert(num_labels=1), likelihood=Poisson())
+    found = found_by(OWN_NUMBER_CASE, model, write_rows(tmp_path, COUNTS), ["0"])
+    with torch.no_grad():
+        rates = (
+            torch.cat([model.member_logits(inputs_of(text)) for text in SENTENCES], 1)[..., 0].double().exp().numpy()
+        )
+    expected: dict[str, Any] = {
+        "prediction": rates.mean(0), "label": COUNTS, "aleatoric_std": rates.mean(0) ** 0.5,
+        "nll": -torch.tensor(poisson.pmf(COUNTS, rates).mean(0)).log().numpy(), "epistemic_std": rates.std(0),
+        "predictive_std": (rates.var(0) + rates.mean(0)) ** 0.5,
+    }  # fmt: skip
+    for name, values in expected.items():
+        assert found["test"][name][:, 0] == pytest.approx(values, rel=1e-4), name
+    assert set(found["other"]) == {"predictive_std", "aleatoric_std", "epistemic_std"}
+    results = evaluation_results(found["test"], {"other": found["other"]}, OWN_NUMBERS)
+    assert set(results["auroc"]["other"]) == {"predictive_std", "epistemic_std"}
+
+
+def test_a_label_outside_of_the_support_is_refused(tmp_path: Path) -> None:
+    model = members_of(tiny_bert(num_labels=1), likelihood=Poisson())
+    with pytest.raises(ValueError, match="the counts 0, 1, 2"):
+        found_by(OWN_NUMBER_CASE, model, write_rows(tmp_path, [0.5] * NUM_ROWS), ["0"])

@@ -6,8 +6,14 @@ import pytest
 
 from hf_bayes.cli.evaluate_texts import TextArguments
 from hf_bayes.cli.evaluate_windows import WindowArguments
-from hf_bayes.cli.evaluation_cases import CASES, case_of, own_arguments
+from hf_bayes.cli.evaluation_cases import CASES, case_of, head_of, own_arguments
 from hf_bayes.posteriors.config import PosteriorConfig
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.mixture_density import MixtureDensity
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from hf_bayes.uncertainty.custom.poisson import Poisson
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests.faults.posteriors import config
 
 
@@ -30,6 +36,40 @@ def test_task_and_head_choose_the_evaluation(task: str, head: dict[str, Any], ki
     case = case_of(config_of(task, head), "out")
     assert case.figures.kind == kind
     assert case.model_class.task == task
+
+
+CLASSES = {"labels": ["a", "b"]}
+OWN = [
+    (Poisson(), {"labels": ["LABEL_0"]}, "own_numbers", 1),
+    (Heteroscedastic(), CLASSES, "own_numbers", 1),
+    (MixtureDensity(2, num_numbers=3), {"labels": [str(number) for number in range(14)]}, "own_numbers", 3),
+    (Ordinal(num_classes=3), CLASSES, "classes", 3),
+    (Weighted(), CLASSES, "classes", 2),
+    (Weighted(), CLASSES | {"problem_type": "regression", "noise_std": 1.0}, "numbers", 2),
+    (Weighted(Heteroscedastic()), CLASSES, "own_numbers", 1),
+]
+
+
+@pytest.mark.parametrize(("likelihood", "head", "kind", "count"), OWN, ids=lambda given: getattr(given, "name", ""))
+def test_a_likelihood_chooses_the_evaluation(
+    likelihood: LikelihoodConfig, head: dict[str, Any], kind: str, count: int
+) -> None:
+    config = config_of("sequence_classification", head | {"likelihood": likelihood.to_dict()})
+    assert case_of(config, "out").figures.kind == kind
+    assert len(head_of(config, "out")["labels"]) == count
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({"name": "my_noise"}, "out has the likelihood my_noise, and a command does not import the module"),
+        ({"name": "bradley_terry"}, "whose rows are pairs of texts"),
+        ({"name": "ordinal"}, r"has the fields \[\], expected"),
+    ],
+)
+def test_a_likelihood_that_no_command_reads_is_refused(stored: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        case_of(config_of("sequence_classification", {"labels": ["a"], "likelihood": stored}), "out")
 
 
 def test_a_posterior_of_another_task_is_refused() -> None:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from hf_bayes.cli.evaluation_figure import DRAWINGS, plot
 from hf_bayes.metrics import evaluation_results
-from hf_bayes.metrics.figures import CLASSES, NEXT_TOKENS, NUMBERS, SEVERAL_LABELS, TAGS, Figures
+from hf_bayes.metrics.figures import CLASSES, NEXT_TOKENS, NUMBERS, OWN_NUMBERS, SEVERAL_LABELS, TAGS, Figures
 from tests.metrics.test_figures import labelled, numbered
 
 NAMES = [f"$set{number}" for number in range(7)]
@@ -72,6 +72,11 @@ def test_one_member_has_no_panel_of_disagreement() -> None:
     [
         (SEVERAL_LABELS, labelled, ["total uncertainty (nats, sum over the labels)", "probability of a label"]),
         (NUMBERS, numbered, ["epistemic standard deviation (units of the labels)", "level of the predictive interval"]),
+        (
+            OWN_NUMBERS,
+            numbered,
+            [f"{part} standard deviation (units of the labels)" for part in ("predictive", "epistemic")],
+        ),
     ],
 )
 def test_panels_are_those_of_the_labels(figures: Figures, rows: Any, labels: list[str]) -> None:
@@ -84,7 +89,9 @@ def test_panels_are_those_of_the_labels(figures: Figures, rows: Any, labels: lis
 
 
 def test_every_kind_of_labels_has_a_drawing() -> None:
-    assert set(DRAWINGS) == {figures.kind for figures in (CLASSES, NEXT_TOKENS, TAGS, SEVERAL_LABELS, NUMBERS)}
+    assert set(DRAWINGS) == {
+        figures.kind for figures in (CLASSES, NEXT_TOKENS, TAGS, SEVERAL_LABELS, NUMBERS, OWN_NUMBERS)
+    }
 
 
 def test_a_legend_lies_outside_its_panel() -> None:

@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader
 
 from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, require_rows
 from hf_bayes.models.attaching import attach
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from tests.tiny_models import tiny_bert
 
 
@@ -27,9 +29,14 @@ def test_a_plain_model_is_detached_and_a_bayesian_one_is_not() -> None:
 def test_a_place_is_loaded_by_the_loader(tmp_path: Path) -> None:
     with attach(tiny_bert(), subspace="last_layer") as given:
         places = []
-        with as_bayesian(tmp_path, "", None, load=lambda place: places.append(place) or given) as model:
+
+        def load(place: Path, *, likelihood: LikelihoodConfig | None) -> BayesianModel:
+            places.append((place, likelihood))
+            return given
+
+        with as_bayesian(tmp_path, "", None, load=load) as model:
             assert model is given
-        assert places == [tmp_path]
+        assert places == [(tmp_path, None)]
 
 
 def test_rows_come_in_the_order_of_their_numbers() -> None:

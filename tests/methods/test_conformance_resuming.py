@@ -14,6 +14,7 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Kernel, Problem
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.registry import build
+from tests.methods.by_hand import evaluated
 from tests.methods.conformance import N, Row, noisy, rough, rows, starts
 
 
@@ -45,7 +46,8 @@ class Drive:
             self.state, _ = self.method.step(self.state, self.evaluate, self.rngs)
             return
         theta, self.state = self.method.locate(self.state, self.rngs)
-        self.state, _ = self.method.update(self.state, self.evaluate(theta), self.row.learning_rate, self.rngs)
+        evaluation = evaluated(self.method, self.state, theta, self.evaluate)
+        self.state, _ = self.method.update(self.state, evaluation, self.row.learning_rate, self.rngs)
 
     def saved(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         tensors = {name: tensor.clone() for name, tensor in self.state._asdict().items()}

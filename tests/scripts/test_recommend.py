@@ -58,7 +58,7 @@ def rows(count: int, labels: int | None, seed: int) -> Dataset:
 
 @pytest.mark.parametrize("case", [LABEL_CASE, WINDOW_CASE], ids=["labels", "windows"])
 def test_a_run_has_the_figures_of_the_table(case: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recommend, "UPDATES", 12)
+    monkeypatch.setattr(recommend, "GRADIENTS", 12)
     several = case is LABEL_CASE
 
     def model(seed: int) -> object:

@@ -18,6 +18,18 @@ def test_the_table_of_the_page_is_that_of_its_record() -> None:
     assert [(line["name"], line["rows"]) for line in record["lines"]] == [(line.name, line.batch) for line in LINES]
 
 
+def test_defaults_are_within_two_percent_of_the_optimum() -> None:
+    found = {line["name"]: line for line in json.loads(RECORD.read_text())["lines"] if line["rows"] == BATCH}
+    for name in ("`mean_field`", "`low_rank_vi`, rank 6", "`full_rank_vi`"):
+        figures, single = found[name]["priors"], found[f"{name}, `num_draws=1`"]["priors"]
+        halved = found[f"{name}, 2,500 updates"]["priors"]
+        for prior, figure in figures.items():
+            assert max(figure["scatter"], figure["bias"]) < 0.02  # the requirement, as in the next line
+            assert figure["free_energy"] < 0.02
+            assert single[prior]["scatter"] > 0.02  # the twin: one gradient for each update
+            assert halved[prior]["scatter"] < single[prior]["scatter"] / 2  # at an equal number of gradients
+
+
 def test_a_short_run_fills_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variational_widths, "LINES", LINES[-2:])
     shown = blocks({**run(updates=4, num_chains=2), "machine": json.loads(RECORD.read_text())["machine"]})

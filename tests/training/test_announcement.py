@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes import HMCConfig, MAPConfig, MCDropoutConfig
+from hf_bayes import HMCConfig, MAPConfig, MCDropoutConfig, MeanFieldConfig
+from hf_bayes.training import announcement
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce, rows_vary
 from hf_bayes.training.compat import TrainerHost
@@ -111,3 +112,26 @@ def test_the_default_prior_is_not_announced(tmp_path: Path, caplog: pytest.LogCa
     found = prior_announced(tmp_path, caplog, prior="he")
     assert found is not None
     assert found[1] == "wide"
+
+
+def test_time_and_memory_count_every_gradient_of_an_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcement, "_time_one_micro_batch", lambda active: 10.0)
+    times, sizes, operations = [], [], []
+    for num_draws in (1, 2):
+        trainer = runs.trainer(tmp_path, MeanFieldConfig(num_draws=num_draws), max_steps=6)
+        active = ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hf_bayes.training.trainer"):
+            announce(active)
+        found = re.search(r"about (\d) min 0 s for 6 updates of 1 micro-batches(.*?); (\S+) MB", caplog.text)
+        assert found is not None
+        assert found[2] == ("" if num_draws == 1 else " with 2 gradients each")
+        times.append(int(found[1]))
+        sizes.append(float(found[3]))
+        operations.append(active.floating_point_ops(next(iter(trainer.rows.loader()))))
+    assert times == [1, 2]
+    assert operations[1] == 2 * operations[0]
+    copies = trainer.bayesian.layout.dim * 4 / 2**20
+    assert sizes[1] - sizes[0] == pytest.approx(2 * copies, abs=0.1)  # the second point and its gradient; rounded

@@ -14,6 +14,7 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
 from tests import runs
 from tests.tiny_models import tiny_bert
 
@@ -88,3 +89,15 @@ def test_a_method_with_held_out_rows_is_refused(tmp_path: Path) -> None:
     posterior.config.method["ladder"] = {"temperature": [1, 0.1]}
     with pytest.raises(ValueError, match="is for runs without held-out rows, and ladder needs some"):
         cross_fitted(tmp_path, posterior)
+
+
+def test_folds_have_the_likelihood_of_the_posterior(tmp_path: Path) -> None:
+    method, model = EnsembleConfig(num_chains=2, prior_std=3.0), tiny_bert(num_labels=2)
+    run = runs.trainer(
+        tmp_path, method, model=model, subspace="last_layer", train=ROWS, likelihood=Ordinal(num_classes=3), **CHANGES
+    )
+    run.train()
+    run.bayesian.detach()
+    found = cross_fitted(tmp_path, run.posterior, num_folds=2, model=model).config  # two outputs, three classes
+    assert found.calibration["num_terms"] == 60
+    assert found.head["likelihood"] == Ordinal(num_classes=3).to_dict()

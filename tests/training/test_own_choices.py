@@ -39,7 +39,7 @@ def trainer(directory: Path, method: Any, **changes: Any) -> Any:
 @pytest.fixture
 def always_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of eight updates, however short the run is."""
-    monkeypatch.setattr(own_settings, "plan_trial", lambda num_steps, num_chains: TrialPlan(RATES, 8))
+    monkeypatch.setattr(own_settings, "plan_trial", lambda gradients, num_chains: TrialPlan(RATES, 8))
 
 
 def test_no_learning_rate_is_the_default(tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
     config = dataclasses.replace(
         posterior.config, head={**posterior.config.head, **describe_head(model.core, getattr(model, "noise_std", None))}
     )
+    if "likelihood" in config.head:
+        raise ValueError(
+            f"{args.adapter} has the likelihood {config.head['likelihood'].get('name')}, and this command reads the "
+            "labels of transformers' heads: call hf_bayes.fit_training_free(model, heldout), which takes any likelihood"
+        )
     case = case_of(config, args.adapter)
     chosen = own_arguments(case, own, args.adapter)
     tokenizer = load_tokenizer(args.adapter, posterior=posterior, base_model=args.base_model)

@@ -8,6 +8,8 @@ test rows need labels:
     several labels               a list of names
     a regression                 a number
     a tagger                     the words, and a name of a class for each: lists, or texts with blanks
+    a likelihood of classes      the number of a class, from 0
+    a likelihood of numbers      a number, or a list of them
 
 The AUROC measures how well an uncertainty separates the rows of another set from the test set. The uncertainty of a
 window, or of a tagger's text, is the mean over its tokens.
@@ -26,7 +28,7 @@ from hf_bayes.cli.command import Command
 from hf_bayes.cli.data import named_files
 from hf_bayes.cli.evaluation import TEST
 from hf_bayes.cli.evaluation import evaluate as statistics_of
-from hf_bayes.cli.evaluation_cases import CASES, case_of, own_arguments
+from hf_bayes.cli.evaluation_cases import CASES, case_of, head_of, own_arguments
 from hf_bayes.cli.evaluation_figure import plot
 from hf_bayes.cli.evaluation_table import tables
 from hf_bayes.cli.json_text import json_text
@@ -34,6 +36,7 @@ from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.metrics import evaluation_results
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.weighted import without_weights
 
 
 @dataclass
@@ -78,10 +81,11 @@ def evaluate_quietly(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     case = case_of(posterior.config, args.posterior)
     chosen = own_arguments(case, own, args.posterior)
     tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
-    sets = case.read(files, tokenizer, posterior.config.head, chosen)
+    sets = case.read(files, tokenizer, head_of(posterior.config, args.posterior), chosen)
     collate = case.collate(tokenizer, sets, chosen)
     model = case.model_class.from_pretrained(posterior, **args.loading)
     model.to(PartialState().device)  # the device that training would use
+    model.likelihood = without_weights(model.likelihood)  # each test row counts once
     found = statistics_of(model, sets, case, collate, batch_size=args.batch_size)
     others = {name: statistics for name, statistics in found.items() if name != TEST}
     results = {

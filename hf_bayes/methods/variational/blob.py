@@ -38,6 +38,7 @@ class BLoBConfig(MeanFieldConfig):
     """
 
     name: ClassVar[str] = "blob"
+    num_draws: int = 1
 
     def build(self, problem: Problem) -> Rule[Any]:
         if self.points is not None or UNNAMED in problem.shapes:  # an energy of your own has no factors

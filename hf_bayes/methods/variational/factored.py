@@ -161,13 +161,14 @@ def _update(
         point, found = mean + sign * scale * kappa[:, pair], evaluation._replace(grad_log_lik=grad_log_lik)
         return grad_energy(found, point, problem.prior, prior_weight=config.prior_weight)
 
-    of_draws = [gradient_at(number, gradient) for number, gradient in enumerate(gradients_of(evaluation))]
+    gradients = gradients_of(evaluation, config.num_draws)
+    of_draws = [gradient_at(number, gradient) for number, gradient in enumerate(gradients)]
     path = temperature * structure.solve(factors, kappa)
     c, slope = _slope(config, state, scale[:, None] * parts(of_draws, torch.zeros_like(kappa))[1], path)
     even, odd = parts(of_draws, c[:, :, None] * path / scale[:, None])
     rest = scale[:, None] * odd
     log_scale = over_pairs(rest * kappa) / temperature - (1 - c)
-    gradients = torch.cat(
+    of_free_energy = torch.cat(
         [
             even[:, None] / problem.num_data,
             _of_random(structure, log_scale)[:, None],
@@ -179,7 +180,9 @@ def _update(
     rates = torch.full_like(state.iterate[:1, :, :1], config.std_learning_rate * lr / problem.learning_rate)
     rates[:, 0] = lr
     rates[:, 2:].clamp_(max=structure.largest_step(mean.shape[1]))
-    first, second, divisor = direction(config.optimizer, config.momentum)(gradients, state.first, state.second, count)
+    first, second, divisor = direction(config.optimizer, config.momentum)(
+        of_free_energy, state.first, state.second, count
+    )
     iterate, weight = state.iterate - rates * first / divisor, averaging_weight(problem, count)
     theta = state.theta.lerp(iterate[:, 0], weight)
     moments = state.moments.lerp(structure.moments(iterate[:, 1].exp(), iterate[:, 2:]), weight)

@@ -128,7 +128,9 @@ class IVONConfig(GaussianVIConfig):
         count = int(state.step[0]) + 1  # all chains have done the same updates
         weight, unbias = averaging_weight(problem, count), 1 / (1 - self.momentum**count)
         rho = lr if self.precision_rate is None else self.precision_rate * lr / problem.learning_rate
-        draws = GradientsOfDraws.of(evaluation, problem.prior, partial(self._draw, state), weight=self.prior_weight)
+        draws = GradientsOfDraws.of(
+            evaluation, problem.prior, partial(self._draw, state), num_draws=self.num_draws, weight=self.prior_weight
+        )
         log_prior, sums_of_logs = draws.sources[0].log_prior, torch.zeros_like(state.theta[:, :2])
 
         def advance(

@@ -5,11 +5,11 @@
     dF/dmean    = E[grad U(theta)]
     dF/dlog std = E[grad U(theta) eps] std - T
 
-Adam minimises F with one eps per chain and update, or with pairs eps, -eps. With ``temper="likelihood"`` U is
-U_lik + T U_prior, and so F is E_q[U_lik] + T KL(q || prior). Optimum: for a Gaussian posterior with covariance S at
-T = 1, its mean and the precision diag(S^-1) / T.
+Adam minimises F with a pair eps, -eps per chain and update, with several pairs, or with one eps. With
+``temper="likelihood"`` U is U_lik + T U_prior, and so F is E_q[U_lik] + T KL(q || prior). Optimum: for a Gaussian
+posterior with covariance S at T = 1, its mean and the precision diag(S^-1) / T.
 
-Three properties make one draw enough. First, the entropy is exact. Second, the part of grad U(theta) that is linear in
+Three properties make few draws enough. First, the entropy is exact. Second, the part of grad U(theta) that is linear in
 eps, slope * eps, is learned coordinate by coordinate (least mean squares) and replaced by its expectation. As slope
 depends only on past draws, both gradients stay unbiased. The noise of a Gaussian prior vanishes in this way, as if its
 part were in closed form, and on a diagonal Gaussian posterior all noise vanishes. Third, q averages the iterates after
@@ -123,7 +123,9 @@ class MeanFieldConfig(ReparametrisedVIConfig):
         count = int(state.step[0]) + 1  # all chains have done the same updates
         weight, optimise = averaging_weight(problem, count), direction(self.optimizer, self.momentum)
         rates = lr, self.std_learning_rate * lr / problem.learning_rate
-        draws = GradientsOfDraws.of(evaluation, problem.prior, partial(_draw, state), weight=self.prior_weight)
+        draws = GradientsOfDraws.of(
+            evaluation, problem.prior, partial(_draw, state), num_draws=self.num_draws, weight=self.prior_weight
+        )
         log_prior, sums_of_log_std = draws.sources[0].log_prior, torch.zeros_like(state.theta[:, :2])
 
         def advance(theta: Tensor, variance: Tensor, iterate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:

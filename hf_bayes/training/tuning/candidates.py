@@ -10,6 +10,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.methods.recommended import on_ladder
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.uncertainty.likelihoods import lacks_of
 
 PLAIN = "plain fine-tuning"
 """The rival of every other candidate: one set of weights, with a temperature."""
@@ -35,6 +36,11 @@ class Candidate(NamedTuple):
     learning_rate: float | None = None
     cost: int = 1
 
+    @property
+    def gradients_per_update(self) -> int:
+        """The minibatch gradients of an update without accumulation, of all chains."""
+        return self.method.num_chains * self.method.requirements.gradients_per_update
+
 
 def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_chain: int = 4) -> tuple[Candidate, ...]:
     """Return the candidates for an attached model.
@@ -49,7 +55,8 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
     found = [
         Candidate(PLAIN, _config("map"), None, 1),
         Candidate("deep ensemble", _config("ensemble", num_chains=num_chains), None, num_chains),
-        Candidate("mean-field VI", _config("mean_field", num_chains=num_chains), None, 10),
+        # one gradient an update: trials are short, and all candidates then have equally many updates
+        Candidate("mean-field VI", _config("mean_field", num_chains=num_chains, num_draws=1), None, 10),
         Candidate("SGHMC", _config("sghmc", **draws), None, members),
         Candidate(
             "SGHMC, ladder", replace(on_ladder(), num_chains=num_chains, draws_per_chain=draws_per_chain), None, members
@@ -61,7 +68,9 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         Candidate(f"SWAG, {num_chains} chains", _config("swag", num_chains=num_chains), None, 10),
     ]
     if _num_outputs(model) <= MOST_LINEARISED:
-        laplace = _config("laplace", structure="kronecker", fit_prior="evidence")
+        # a likelihood that cannot draw labels has no sampled GGN
+        estimator = "ef_sequence" if "draw" in lacks_of(model.likelihood) else "ggn"
+        laplace = _config("laplace", structure="kronecker", fit_prior="evidence", estimator=estimator)
         found.append(Candidate("Laplace, linearised", laplace, None, 3))
     if _has_lora(model.layout):
         dropout = _config("mc_dropout", num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain)

@@ -22,6 +22,7 @@ from hf_bayes.training.tuning.candidates import Candidate, default_candidates
 from hf_bayes.training.tuning.choice import as_table, best_of, sentence
 from hf_bayes.training.tuning.figure import draw
 from hf_bayes.training.tuning.record import Trial, TuningRecord
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 NUM_FINALISTS = 4
 """The number of candidates of the second round."""
@@ -63,6 +64,7 @@ def tune(
     budget: int | None = None,
     candidates: Sequence[Candidate] | Callable[[BayesianModel], Sequence[Candidate]] = default_candidates,
     subspace: str = "trainable",
+    likelihood: LikelihoodConfig | None = None,
     data_collator: Any = None,
     processing_class: Any = None,
 ) -> Tuning:
@@ -76,7 +78,7 @@ def tune(
     Args:
         model: a transformers or peft model. Each run attaches it, and it is given back as it was.
         args: as for ``BayesianTrainer``. Their number of updates is not used if ``budget`` is given.
-        train_dataset, data_collator, processing_class, subspace: as for ``BayesianTrainer``.
+        train_dataset, data_collator, processing_class, subspace, likelihood: as for ``BayesianTrainer``.
         eval_dataset: at least 200 held-out rows with a length. They decide, so test rows must be others.
         budget: minibatch gradients of all runs together; None means ten times the gradients that ``args`` give to
             four chains.
@@ -90,13 +92,13 @@ def tune(
     """
     require_repeatable("tune", model, args)
     _check(eval_dataset)
-    with attach(model, subspace=subspace, noise_std=args.noise_std) as bayesian:
+    with attach(model, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood) as bayesian:
         rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
     _check_names(rows)
     per_trial = _first_budget(rows, args, budget, len(train_dataset))
     given = {
         "train_dataset": train_dataset, "eval_dataset": eval_dataset, "data_collator": data_collator,
-        "processing_class": processing_class, "subspace": subspace,
+        "processing_class": processing_class, "subspace": subspace, "likelihood": likelihood,
     }  # fmt: skip
     record = TuningRecord.open(str(args.output_dir), _identity(rows, args, **given))
     trials = _Trials(model, args, given, record)
@@ -119,6 +121,7 @@ def _identity(
     eval_dataset: Any,
     data_collator: Any,
     subspace: str,
+    likelihood: LikelihoodConfig | None,
     **others: Any,
 ) -> dict[str, Any]:
     """Return the data and settings that a call must have in common with the earlier calls whose runs it takes."""
@@ -127,6 +130,7 @@ def _identity(
         "rows": describe_rows(train_dataset, collate, seed=args.seed), "num_rows": len(train_dataset),
         "held-out rows": describe_rows(eval_dataset, collate, seed=args.seed), "num_heldout": len(eval_dataset),
         "seed": args.seed, "batch": args.per_device_train_batch_size, "subspace": subspace,
+        "likelihood": None if likelihood is None else likelihood.to_dict(),
         "methods": {c.name: [c.method.to_dict(), c.learning_rate] for c in rows},
     }  # fmt: skip
 
@@ -163,7 +167,7 @@ class _Trials:
     def _train(
         self, candidate: Candidate, gradients: int, *, keep: bool
     ) -> tuple[dict[str, float], list[float], list[int]]:
-        updates = gradients // candidate.method.num_chains // self._args.gradient_accumulation_steps
+        updates = gradients // candidate.gradients_per_update // self._args.gradient_accumulation_steps
         changes = {
             "output_dir": str(self.folder(candidate.name)), "learning_rate": candidate.learning_rate,
             "max_steps": max(1, updates),
@@ -223,17 +227,18 @@ def _first_budget(rows: Sequence[Candidate], args: BayesianTrainingArguments, bu
     """
     parts = len(rows) + min(NUM_FINALISTS, len(rows)) * SHARE
     chains = max(candidate.method.num_chains for candidate in rows)
+    costliest = max(rows, key=lambda candidate: candidate.gradients_per_update)
     accumulation = args.gradient_accumulation_steps
     if budget is None:
         per_epoch = math.ceil(num_rows / (args.per_device_train_batch_size * accumulation))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         budget = 10 * chains * steps * accumulation
-    least = LEAST_UPDATES * chains * accumulation
-    if budget // parts < least:
+    each = costliest.gradients_per_update * accumulation
+    if budget // parts < LEAST_UPDATES * each:
         raise ValueError(
-            f"budget={budget:,} gradients give {max(0, budget // parts // chains // accumulation)} updates to each of "
-            f"{chains} chains in the first round, and {LEAST_UPDATES} are needed: give at least {parts * least:,}, or "
-            "fewer candidates"
+            f"budget={budget:,} gradients give {max(0, budget // parts // each)} updates to each of "
+            f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
+            f"needed: give at least {parts * LEAST_UPDATES * each:,}, or fewer candidates"
         )
     return budget // parts
 

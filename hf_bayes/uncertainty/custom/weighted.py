@@ -142,3 +142,8 @@ class WeightedRows:
         """Check the inner likelihood, see ``Adapted.check``."""
         if isinstance(self.inner, Adapted):
             self.inner.check(logits, self.parts(labels)[0])
+
+
+def without_weights(likelihood: Likelihood) -> Likelihood:
+    """Return the likelihood under which each row counts once: the weighted one of ``WeightedRows``."""
+    return likelihood.inner if isinstance(likelihood, WeightedRows) else likelihood

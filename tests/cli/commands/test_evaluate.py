@@ -19,6 +19,8 @@ from hf_bayes.cli.main import main
 from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.fit import distil_training
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests import runs
 from tests.members.subject_models import bert_tagger
 from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
@@ -55,6 +57,17 @@ def test_a_student_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert results["members"] == 1
     assert "member_nll" not in results
     assert results["epistemic"] > 0
+
+
+def test_numbers_under_a_weighted_likelihood_are_evaluated_without_weights(tmp_path: Path) -> None:
+    train = [row | {"label": float(row["label"]), "weight": 0.5} for row in runs.label_rows()]
+    model = tiny_bert(num_labels=2)
+    posterior = saved(tmp_path, model, train=train, likelihood=Weighted(Heteroscedastic(), column="weight"))
+    (tmp_path / "test.csv").write_text("\n".join(["text,label", *(f'"{TEXTS[i % 4]} {i}",{i / 4}' for i in range(12))]))
+    results = evaluate(tmp_path, "--posterior", posterior, "--test", str(tmp_path / "test.csv"))
+    assert results["kind"] == "own_numbers"
+    assert results["predictive_std"] > results["aleatoric_std"] > 0
+    assert results["rmse"] > 0
 
 
 def table_of(path: Path, *, labels: tuple[str, ...] = ("even", "odd")) -> str:

@@ -18,6 +18,7 @@ from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from tests.methods.by_hand import evaluated
 
 N, STD = 40, 0.7
 INPUTS = torch.randn(N, 5, generator=generator("x"), dtype=torch.float64)
@@ -53,7 +54,7 @@ def run(config: MethodConfig, num_steps: int, *, lr: float = 0.02, seed: int = 0
             state, _ = method.step(state, evaluate, rngs)
         else:
             theta, state = method.locate(state, rngs)
-            state, _ = method.update(state, evaluate(theta), lr, rngs)
+            state, _ = method.update(state, evaluated(method, state, theta, evaluate), lr, rngs)
         path.append(state.theta)
     return state, path
 
@@ -132,7 +133,7 @@ def test_a_warm_start_is_adamw_and_then_the_method_from_there(inner: MethodConfi
         alone = method.init(adamw[19], rngs)
         for _ in range(30):
             theta, alone = method.locate(alone, rngs)
-            alone, _ = method.update(alone, evaluate(theta), 0.02, rngs)
+            alone, _ = method.update(alone, evaluated(method, alone, theta, evaluate), 0.02, rngs)
     for name, tensor in alone._asdict().items():
         assert torch.equal(getattr(state, name), tensor), name
 

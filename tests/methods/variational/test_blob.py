@@ -16,6 +16,7 @@ from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import GaussianPrior
 from tests import runs
+from tests.methods.by_hand import evaluated
 from tests.tiny_models import batch, tiny_llama, with_lora
 
 SHAPES = {"q.lora_A.default.weight": (1, 3), "q.lora_B.default.weight": (2, 1)}
@@ -31,13 +32,17 @@ def precision() -> Tensor:
 def fitted(config: MeanFieldConfig, *, num_steps: int = 3000) -> tuple[Gaussian, float]:
     """Return q for a Gaussian likelihood with correlations, and the free energy of the last half of the run."""
     p = precision()
+
+    def log_lik(theta: Tensor) -> Evaluation:
+        d = theta - MEAN
+        return Evaluation(-0.5 * (d @ p * d).sum(1), -d @ p)
+
     rule = config.build(Problem(1, PRIOR, 0.01, num_steps, 0, SHAPES))
     rngs = [generator(0, "chain", chain) for chain in range(4)]
     state, energies = rule.init(torch.zeros(4, 5, dtype=torch.float64), rngs), []
     for step in range(num_steps):
         theta, state = rule.locate(state, rngs)
-        d = theta - MEAN
-        state, info = rule.update(state, Evaluation(-0.5 * (d @ p * d).sum(1), -d @ p), 0.01, rngs)
+        state, info = rule.update(state, evaluated(rule, state, theta, log_lik), 0.01, rngs)
         if step >= num_steps // 2:
             energies.append(info["free_energy"].mean())
     q = rule.finish(state, state.theta[:, None])
@@ -76,7 +81,7 @@ def test_an_energy_without_names_is_mean_field() -> None:
         return (theta.square() + theta.cos()).sum(1)
 
     one, other = (
-        sample(energy, torch.ones(2, 7), kind(), num_steps=20, learning_rate=0.1).approximation
+        sample(energy, torch.ones(2, 7), kind(num_draws=2), num_steps=20, learning_rate=0.1).approximation
         for kind in (BLoBConfig, MeanFieldConfig)
     )
     assert runs.equal(one, other)

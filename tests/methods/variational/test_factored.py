@@ -11,6 +11,7 @@ from hf_bayes.methods.variational.factored import FactoredState
 from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
 from hf_bayes.methods.variational.gaussian_vi import ReparametrisedVIConfig
 from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
+from tests.methods.by_hand import evaluated
 
 DIM, DRAWS, TEMPERATURE = 3, 30_000, 0.7
 CURVATURE = torch.tensor([[2.0, 0.8, 0.0], [0.8, 1.0, -0.3], [0.0, -0.3, 4.0]], dtype=torch.float64)
@@ -33,6 +34,10 @@ def placed(rule: Rule[FactoredState]) -> FactoredState:
     row[2:] = row[2:].triu(1) if len(row) == DIM + 2 else row[2:]
     slope = torch.tensor([[0.4, 1.0]], dtype=torch.float64).expand(DRAWS, 2)
     return state._replace(iterate=row.expand_as(state.iterate).clone(), slope=slope)
+
+
+def quadratic(theta: Tensor) -> Evaluation:
+    return Evaluation(torch.zeros(len(theta)), -theta @ CURVATURE)
 
 
 class Many(list):  # type: ignore[type-arg]
@@ -64,7 +69,7 @@ def test_gradients_are_those_of_the_free_energy(kind: type[ReparametrisedVIConfi
     exact[1:] /= TEMPERATURE  # in units of kT
     exact[2:] = exact[2:].triu(1) if kind is FullRankVIConfig else exact[2:]
     theta, state = rule.locate(state, Many())
-    new, _ = rule.update(state, Evaluation(torch.zeros(DRAWS), -theta @ CURVATURE), 1.0, Many())
+    new, _ = rule.update(state, evaluated(rule, state, theta, quadratic), 1.0, Many())
     error, standard_error = new.first.mean(0) - exact, new.first.std(0) / DRAWS**0.5
     assert (error.abs() <= 4.5 * standard_error + 1e-12).all()  # of 15 numbers
     wrong = exact + torch.tensor([0.0, 0.1, *[0.0] * (len(exact) - 2)])[:, None]  # the twin: 10 % less entropy
@@ -74,7 +79,7 @@ def test_gradients_are_those_of_the_free_energy(kind: type[ReparametrisedVIConfi
 @both
 def test_at_the_optimum_of_a_gaussian_one_draw_has_no_noise(kind: type[ReparametrisedVIConfig]) -> None:
     rank = {"rank": DIM} if kind is LowRankVIConfig else {}
-    config = kind(estimator="stick_the_landing", optimizer="sgd", **rank)  # type: ignore[arg-type]
+    config = kind(estimator="stick_the_landing", optimizer="sgd", num_draws=1, **rank)  # type: ignore[arg-type]
     rule = config.build(Problem(1, PRIOR, 1.0, 9, 0, {"": (DIM,)}))
     state = rule.init(torch.zeros(1, DIM, dtype=torch.float64), [generator(0)])
     covariance = (CURVATURE + torch.eye(DIM, dtype=torch.float64) / 4).inverse()
@@ -88,6 +93,6 @@ def test_at_the_optimum_of_a_gaussian_one_draw_has_no_noise(kind: type[Reparamet
         factors = (root / scale[:, None]).T.triu(1)
     iterate = torch.cat([torch.zeros(1, DIM), scale.log()[None], factors])[None]
     theta, state = rule.locate(state._replace(iterate=iterate), [generator(1)])
-    new, _ = rule.update(state, Evaluation(torch.zeros(1), -theta @ CURVATURE), 1.0, [])
+    new, _ = rule.update(state, quadratic(theta), 1.0, [])
     assert new.first.abs().max() < 1e-13
     assert theta.abs().max() > 0.1

@@ -158,6 +158,18 @@ def test_the_cost_of_an_update_counts_its_draws(family: str) -> None:
     assert [replace(config, num_draws=k).requirements.gradients_per_update for k in (1, 2, 8)] == [1, 2, 8]
 
 
+def test_one_gradient_for_a_pair_is_no_update() -> None:
+    rule, rngs = built(FAMILIES["mean_field"], 2), chain_generators(0, 3, device="cpu")
+    theta, state = rule.locate(rule.init(torch.zeros(3, DIM, dtype=torch.float64), rngs), rngs)
+    with pytest.raises(AssertionError, match=r"takes 2 gradients, got 1 \(Rule.anchor\)"):
+        rule.update(state, TARGET.evaluate(theta, None), 0.01, [])
+
+
+def test_pairs_are_the_default_of_optimisers() -> None:
+    kinds = (MeanFieldConfig, LowRankVIConfig, FullRankVIConfig, BLoBConfig, IVONConfig)
+    assert [kind().requirements.gradients_per_update for kind in kinds] == [2, 2, 2, 1, 1]
+
+
 def test_the_trainer_evaluates_the_model_at_every_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[float] = []
 

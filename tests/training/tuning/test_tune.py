@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from hf_bayes import Posterior, attach
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.training.tuning import tune as module
 from hf_bayes.training.tuning.candidates import Candidate
 from hf_bayes.training.tuning.tune import Tuning, tune
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
 from tests import runs
 from tests.tiny_models import tiny_bert
+from tests.training.test_custom_likelihoods import lstm, rows
 
 CANDIDATES = (
     Candidate("slow", MAPConfig(prior_std=1.0), 1e-6),
@@ -153,3 +157,36 @@ def runs_of(name: str, nll: float) -> Any:
     from tests.training.tuning.test_record import trial
 
     return trial(name, nll=[nll] * 4)
+
+
+def test_methods_are_compared_under_a_likelihood(tmp_path: Path) -> None:
+    data = rows(200)
+    args = runs.arguments(tmp_path, learning_rate=None, per_device_eval_batch_size=100, per_device_train_batch_size=8)
+    options: dict[str, Any] = {"train_dataset": data, "eval_dataset": data, "data_collator": default_data_collator}
+    result = tune(lstm(2), args, candidates=CANDIDATES[1:3], budget=1600, likelihood=Heteroscedastic(), **options)
+    assert all(trial.failure == "" for trial in result.rounds[1])
+    saved = Posterior.from_pretrained(tmp_path)
+    assert saved.config.head["likelihood"] == Heteroscedastic().to_dict()
+    assert result.chosen.mean_nll == pytest.approx(saved.config.metrics["nll"], rel=1e-4)
+    with pytest.raises(ValueError, match="record of a tuning with other likelihood"):
+        tune(lstm(2), args, candidates=CANDIDATES[1:3], budget=1600, likelihood=Heteroscedastic(min_std=0.1), **options)
+
+
+def test_a_budget_counts_both_gradients_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: dict[int, int] = {}
+
+    @contextmanager
+    def run(model: Any, method: Any, args: Any, **options: Any) -> Iterator[Any]:
+        steps[method.num_draws] = options["max_steps"]
+        raise ValueError("not run")
+        yield
+
+    monkeypatch.setattr(module, "finished_run", run)
+    pairs = [Candidate(str(k), MeanFieldConfig(num_chains=2, num_draws=k)) for k in (1, 2)]
+    with pytest.raises(ValueError, match="no candidate ran to its end"):
+        call(tmp_path, pairs, budget=8000)
+    assert steps[1] == 2 * steps[2]
+    with pytest.raises(
+        ValueError, match=r"give 39 updates to each of 2 chains of 2 in the first round.* at least 1,600"
+    ):
+        call(tmp_path / "few", pairs, budget=1599)

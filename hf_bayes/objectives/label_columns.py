@@ -8,6 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bayes.uncertainty.likelihoods import Likelihood, name_of
+
+
+def columns_of(likelihood: Likelihood) -> tuple[str, ...]:
+    """Return the columns of the data that a likelihood reads beside the labels."""
+    found: tuple[str, ...] = getattr(getattr(likelihood, "config", None), "columns", ())
+    return found
+
+
+def with_columns(likelihood: Likelihood, collate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collator whose labels carry the columns that a likelihood reads, or ``collate`` without columns."""
+    columns = columns_of(likelihood)
+    return LabelColumns(collate, columns, name_of(likelihood)) if columns else collate
+
 
 class LabelColumns:
     """Collate rows, and append columns to their labels: [B] or [B, D] labels become [B, D + number of columns].

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import default_data_collator
 
-from hf_bayes.training.label_columns import LabelColumns
+from hf_bayes.objectives.label_columns import LabelColumns
 
 ROWS = [{"input_ids": [1, 2], "label": 1, "weight": 0.5}, {"input_ids": [3, 4], "label": 0, "weight": 2.0}]
 
