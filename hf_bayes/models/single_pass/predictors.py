@@ -54,7 +54,8 @@ class SinglePassPredictor:
         structure: the structure of the covariance of hidden states, one of ``driver.STRUCTURES``.
         rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
-        second_order: True to add the second order in the noise to the mean ("low_rank" only).
+        second_order: True to add the second order in the noise to the mean ("low_rank" only). None adds it there: the
+            mean weights are surer than the members, and have less epistemic uncertainty at the same variance.
     Raises:
         ValueError: for an unknown link or structure, a posterior that is not Gaussian, or a module without a rule.
     """
@@ -70,7 +71,7 @@ class SinglePassPredictor:
         structure: str = "low_rank",
         deterministic_scores: bool = False,
         rank: int | None = None,
-        second_order: bool = False,
+        second_order: bool | None = None,
     ) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
@@ -78,7 +79,7 @@ class SinglePassPredictor:
         gaussian = gaussian_of(model)
         how: dict[str, Any] = {
             "structure": structure, "rank": rank, "deterministic_scores": deterministic_scores,
-            "second_order": second_order,
+            "second_order": structure == "low_rank" if second_order is None else second_order,
         }  # fmt: skip
         self.passes = [
             SinglePass(model.members, mean, covariance, factors=factors_of(model), **how)
