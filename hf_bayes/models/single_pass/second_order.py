@@ -84,12 +84,12 @@ def attention_columns(
     before = weights_of(q, k) @ v
     q, k, v = (mean if moved is None else mean + moved[-1] for mean, moved in (query, key, value))
     weights = weights_of(q, k)
-    found = []
+    found: list[Tensor] = []
     drift = weights @ v - before
     count = next(len(moved) for moved in (dq, dk, dv) if moved is not None) - 1
     for index in range(count):  # one column at a time: each has scores [B, H, T, S] of its own
         noise = None if dv is None else dv[index]
-        column = 0.0 if noise is None else weights @ noise
+        column = torch.zeros_like(before) if noise is None else weights @ noise
         if dq is not None or dk is not None:
             along: Tensor | float = 0.0 if dq is None else dq[index] @ k.mT
             scores = scale * (along if dk is None else along + q @ dk[index].mT)
