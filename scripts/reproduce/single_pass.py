@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from scripts.reproduce import single_pass_modules as modules
 from scripts.reproduce import single_pass_ranks as ranks
 from scripts.reproduce import single_pass_scores as scores
 from scripts.reproduce import single_pass_sources as sources
@@ -89,19 +90,25 @@ def add_figures(
         save()
     if (task, kind) == (TASKS[0], KINDS[0]):
         record["sources"] = sources.sources(subject, posterior)
+        record["modules"] = modules.modules(subject, posterior)
 
 
 def is_complete(found: Mapping[str, Any], task: str) -> bool:
     """Check that a subject has all its figures."""
-    by_backward = {"linearised", *(way for way in ranks.WAYS if way.startswith("backward"))}
-    ways = set(ranks.WAYS) - (by_backward if task == "language model" else set())
+    own = {"linearised", *(way for way in ranks.WAYS if way.startswith("backward") or way.endswith("mean weights"))}
+    ways = set(ranks.WAYS) - (own if task == "language model" else set())
     return found.get("settings") == SETTINGS and ways <= set(found.get("ways", {})) and "scores" in found
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the tables of the page."""
     subjects = {label: found for label, found in record["subjects"].items() if found}
-    return ranks.blocks(subjects) | scores.blocks(subjects) | sources.blocks(record["sources"])
+    return (
+        ranks.blocks(subjects)
+        | scores.blocks(subjects)
+        | sources.blocks(record["sources"])
+        | (modules.blocks(record["modules"]) if "modules" in record else {})
+    )
 
 
 def main() -> None:

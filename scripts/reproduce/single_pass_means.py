@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.models.single_pass.driver import SinglePass
-from hf_bayes.models.single_pass.moments import mean_of
 from scripts.reproduce.report import table
 from scripts.reproduce.small_models import FAMILIES, attached, inputs_of
 
@@ -197,7 +196,7 @@ def errors_of(family: str) -> dict[str, float]:
             one = SinglePass(bayesian.members, mean[0], covariance, rank=rank, second_order=True)
             with one.open():
                 outputs = bayesian.members.forward(inputs).logits
-            found[name] = round(float((mean_of(outputs) - wanted).norm() / wanted.norm()), 3)
+            found[name] = round(float((one.mean(outputs) - wanted).norm() / wanted.norm()), 3)
             found[f"{name}: variance"] = round(float(outputs.spread.variance.sum() / variance.sum()), 3)
     return found
 

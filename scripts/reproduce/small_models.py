@@ -78,6 +78,10 @@ LLAMA_TARGETS = ("q_proj", "v_proj", "down_proj")
 
 FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "bert": (lambda: adapted(small("Bert", CLASSIFIER), "query", "value"), "trainable"),
+    "bert, four blocks": (
+        lambda: adapted(small("Bert", CLASSIFIER, std=0.25, num_hidden_layers=4), "query", "value", "output.dense"),
+        "trainable",
+    ),
     "vit": (lambda: adapted(small("ViT", "ForImageClassification"), "q_proj", "v_proj"), "trainable"),
     "llama": (lambda: adapted(small("Llama"), *LLAMA_TARGETS), "trainable"),
     "llama classifier": (

@@ -1,10 +1,12 @@
 """Modules with random weights in the structure of low rank: the tangents along draws of their weights.
 
-To first order in the draw (dW, dA, dB), with columns dx of the input,
+With the draw (dW, dA, dB), the columns dx of the input, and x at the draw (``outer.at_draws``),
 
     linear layer:  dy = W dx + dW x + db,
-    LoRA:          dy = (W + c B A) dx + c (B dA x + dB A x),
+    LoRA:          dy = (W + c B A) dx + c (B dA x + dB (A + dA) x),
     other modules: forward-mode differentiation of the module's own forward.
+
+The products dW dx and dB dA are of second order, but without them the variance of a wide posterior is too small.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from hf_bayes.distributions.covariance import Covariance, LowRank
 from hf_bayes.members import compat
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.single_pass.later import Later
-from hf_bayes.models.single_pass.outer import Outer
+from hf_bayes.models.single_pass.outer import Outer, at_draws
+from hf_bayes.models.single_pass.second_order import with_drift
 from hf_bayes.models.single_pass.sources import LinearSource
 from hf_bayes.models.single_pass.tangents import Tangents
 
@@ -81,39 +84,42 @@ def linear_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tang
         settings: a spread with the settings of the pass.
     """
     own = LinearSource(item.law.mean, None, x, item.law, item.factor)
-    before = None if noise is None else Later(lambda choose: noise.at(choose).roots)
+    before = None if noise is None else Later(lambda choose: noise.at(choose).moved)
     return settings.new(before, Outer(item.law.mean, own, item.draws, shared=item.shared))
 
 
 def lora_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tangents) -> Tangents:
     """Return the spread of a random LoRA layer's output; ``item`` is an ``installed.RandomLora``."""
     return settings.new(
-        Later(lambda choose: _lora_columns(item, choose(x), None if noise is None else noise.at(choose)))
+        Later(lambda choose: _lora_columns(item, choose(x), None if noise is None else noise.at(choose).moved))
     )
 
 
-def _lora_columns(item: Any, x: Tensor, noise: Tangents | None) -> Tensor:
-    """Return [S, ..., out]: (W + c B A) dx, and [dA x, A x] [c B, c dB]' by one product for each draw."""
+def _lora_columns(item: Any, x: Tensor, noise: Tensor | None) -> Tensor:
+    """Return [S + 1, ..., out]: (W + c B A) dx, and [dA x, (A + dA) x] [c B, c dB]' by one product for each draw."""
     a, b = item.own["lora_A"], item.own["lora_B"]
-    size, x = item.factor**0.5, x.to(a.dtype)
-    lead, x = x.shape[:-1], x.flatten(0, -2)
+    lead, x = x.shape[:-1], x.to(a.dtype).flatten(0, -2)
+    size = item.scaling * item.factor**0.5  # the factor is of the whole noise, the product dB dA among it
+    noise = None if noise is None else noise.flatten(1, -2)
+    inputs = x[None] if noise is None else at_draws(x + noise[-1].to(a.dtype), noise[:-1].to(a.dtype), item.shared)
+    low = inputs @ a.mT
     left: list[Tensor] = []
     right: list[Tensor] = []
     if "lora_A" in item.draws:
         draws = item.draws["lora_A"]
-        left.append(torch.matmul(x, draws.mT))
-        right.append((item.scaling * size * b.mT).expand(len(draws), -1, -1))
+        left.append(inputs @ draws.mT)
+        right.append((size * b.mT).expand(len(draws), -1, -1))
+        low = at_draws(low, left[0], item.shared)
     if "lora_B" in item.draws:
         draws = item.draws["lora_B"]
-        left.append((x @ a.mT).expand(len(draws), -1, -1))
-        right.append(item.scaling * size * draws.mT)
-    first, second = torch.cat(left, -1), torch.cat(right, -2)
+        left.append(low.expand(len(draws), -1, -1))
+        right.append(size * draws.mT)
+    found = torch.bmm(torch.cat(left, -1), torch.cat(right, -2))
     if noise is None:
-        found = torch.bmm(first, second)
-    else:
-        before = F.linear(noise.roots.flatten(1, -2), item.whole.to(noise.roots.dtype))
-        found = torch.baddbmm(before, first.to(before.dtype), second.to(before.dtype))
-    return found.unflatten(1, lead)
+        return with_drift(found).unflatten(1, lead)
+    before = F.linear(noise, item.whole.to(noise.dtype))
+    before[:-1] += found.to(before.dtype)
+    return before.unflatten(1, lead)
 
 
 class RandomModule:
@@ -139,10 +145,10 @@ class RandomModule:
         with torch.inference_mode(False), torch.no_grad():
             x = x.clone()
             weights = tuple(self.own[name].clone() for name in names)
-            moved = tuple(self.factor**0.5 * self.draws[name] for name in names)
+            moved = tuple(with_drift(self.factor**0.5 * self.draws[name]) for name in names)
             if noise is None:
                 found = torch.vmap(lambda d: torch.func.jvp(lambda w: run(w, x), (weights,), (d,))[1])(moved)
             else:
-                roots = noise.roots.to(x.dtype).clone()
+                roots = noise.moved.to(x.dtype).clone()
                 found = torch.vmap(lambda d, r: torch.func.jvp(run, (weights, x), (d, r))[1])(moved, roots)
         return settings.new(found)

@@ -41,7 +41,7 @@ class SinglePass:
         rank: the number of columns of "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
         factors: {path of a module: calibration factor of its noise}; 1 where none is given.
-        second_order: True to add the second order in the noise to the means ("low_rank" only): see ``second_order``.
+        second_order: True to add the second order in the noise to the mean ("low_rank" only): see ``second_order``.
     Raises:
         ValueError: naming a module or a structure without a rule.
     """
@@ -75,6 +75,7 @@ class SinglePass:
         self.members, self.structure, self.deterministic_scores = members, structure, deterministic_scores
         self.rank, self.second_order = rank, second_order
         drawn = rank if structure == "low_rank" else 0
+        self.num_leading = len(leading_columns(covariance, drawn)[0])
         self.random = random_modules(members.stacked, members.layout, mean, covariance, drawn)
         self.set_factors(factors or {})
         random = {id(item.module) for item in members.stacked}
@@ -97,6 +98,11 @@ class SinglePass:
         for module in self.random:
             module.factor = float(factors.get(module.path, 1.0))
 
+    def mean(self, outputs: Moments) -> Tensor:
+        """Return the mean of outputs: that of the mean weights, or with ``second_order`` the expected one."""
+        found: Tensor = mean_of(outputs)
+        return found + outputs.spread.drift.to(found.dtype) if self.second_order else found
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Within the block, the model computes moments. Afterwards its members are back."""
@@ -106,8 +112,7 @@ class SinglePass:
         for item in members.stacked:
             item.remove()
         members.blocked.remove()
-        how = {"deterministic_scores": self.deterministic_scores, "second_order": self.second_order}
-        settings = settings_of(self.structure, **how)
+        settings = settings_of(self.structure, self.num_leading, deterministic_scores=self.deterministic_scores)
         replaced = [(module, vars(module).get("forward")) for module, _ in self.frozen]
         try:
             context.tensors, context.num_members = {}, 1
@@ -148,11 +153,11 @@ def random_modules(
     return [random_module(item, values, parts, 1.0, draws, len(columns)) for item in items]
 
 
-def settings_of(structure: str, *, deterministic_scores: bool = False, second_order: bool = False) -> Any:
+def settings_of(structure: str, num_leading: int = 0, *, deterministic_scores: bool = False) -> Any:
     """Return a spread without noise, which has the settings of a pass."""
     empty = torch.zeros(0)
     if structure == "low_rank":
-        return Tangents(None, None, deterministic_scores, second_order)
+        return Tangents(None, None, deterministic_scores, num_leading)
     if structure == "full":
         return Factors(empty, NoiseSources(), deterministic_scores)
     return Diagonal(empty, None, None, deterministic_scores)

@@ -92,9 +92,9 @@ class RandomLora:
 
     def __init__(
         self, item: StackedLora, values: dict[str, Tensor], parts: dict[str, Any], factor: float,
-        draws: dict[str, Tensor],
+        draws: dict[str, Tensor], shared: int = 0,
     ) -> None:  # fmt: skip
-        self.module, names, self.factor = item.module, item.names, factor
+        self.module, names, self.factor, self.shared = item.module, item.names, factor, shared
         self.path = next(iter(names.values())).rpartition(".lora_")[0]
         self.scaling = self.module.scaling[item.adapter]
         base = self.module.base_layer
@@ -193,7 +193,7 @@ def random_module(
         ValueError: naming a module without a rule.
     """
     if isinstance(item, StackedLora):
-        return RandomLora(item, values, parts, factor, draws)
+        return RandomLora(item, values, parts, factor, draws, shared)
     if isinstance(item, (StackedLinear, StackedConv1D)):
         return RandomLinear(item, values, parts, factor, draws, shared)
     if draws:
@@ -242,7 +242,7 @@ def _conv1d_diagonal(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
 
 
 def _conv1d_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
-    return spread.new(Later(lambda choose: spread.at(choose).roots), Outer(module.weight.detach().mT))
+    return spread.new(Later(lambda choose: spread.at(choose).moved), Outer(module.weight.detach().mT))
 
 
 def _rms_norm_diagonal(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:

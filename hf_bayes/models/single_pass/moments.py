@@ -62,9 +62,7 @@ class Moments(Tensor):
 
     @staticmethod
     def of(mean: Tensor, spread: Spread) -> Moments:
-        """Return a tensor with this mean and spread; some spreads shift the mean."""
-        if hasattr(spread, "shifted"):
-            mean, spread = spread.shifted(mean)
+        """Return a tensor with this mean and spread."""
         found: Moments = mean.as_subclass(Moments)  # type: ignore[arg-type]
         found.spread = spread
         return found

@@ -17,7 +17,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
-from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.moments import Moments
 from hf_bayes.models.single_pass.vocabulary import GaussianWords, word_prediction
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Categorical, widened
@@ -54,7 +54,8 @@ class SinglePassPredictor:
         structure: the structure of the covariance of hidden states, one of ``driver.STRUCTURES``.
         rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
-        second_order: True to add the second order in the noise to the means ("low_rank" only).
+        second_order: True to add the second order in the noise to the mean ("low_rank" only). None adds it there: the
+            mean weights are surer than the members, and have less epistemic uncertainty at the same variance.
     Raises:
         ValueError: for an unknown link or structure, a posterior that is not Gaussian, or a module without a rule.
     """
@@ -70,7 +71,7 @@ class SinglePassPredictor:
         structure: str = "low_rank",
         deterministic_scores: bool = False,
         rank: int | None = None,
-        second_order: bool = False,
+        second_order: bool | None = None,
     ) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
@@ -78,7 +79,7 @@ class SinglePassPredictor:
         gaussian = gaussian_of(model)
         how: dict[str, Any] = {
             "structure": structure, "rank": rank, "deterministic_scores": deterministic_scores,
-            "second_order": second_order,
+            "second_order": structure == "low_rank" if second_order is None else second_order,
         }  # fmt: skip
         self.passes = [
             SinglePass(model.members, mean, covariance, factors=factors_of(model), **how)
@@ -107,7 +108,7 @@ class SinglePassPredictor:
             if not is_sound(logits.spread):
                 with checking_variances(model.model):
                     self._run(model, one, inputs)
-            found.append((widened(mean_of(logits)), logits.spread.covariance()))
+            found.append((widened(one.mean(logits)), logits.spread.covariance()))
         means, covariances = zip(*found, strict=True)
         return torch.stack(means), torch.stack([value.to(means[0].dtype) for value in covariances])
 
@@ -142,7 +143,7 @@ class SinglePassTokens:
         structure: "low_rank" or "diagonal", of ``driver.STRUCTURES``.
         rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
-        second_order: True to add the second order in the noise to the means ("low_rank" only).
+        second_order: True to add the second order in the noise to the mean ("low_rank" only).
     Raises:
         ValueError: for a posterior that is not one Gaussian, or a module without a rule.
     """
@@ -177,8 +178,8 @@ class SinglePassTokens:
             model.members, gaussian.means[0], gaussian.covariances[0], deterministic_scores=deterministic_scores,
             factors=factors_of(model), structure=structure, rank=rank, second_order=second_order,
         )  # fmt: skip
-        # a mean and its columns, or a mean, a variance and the features of tokens
-        self.tensors_per_state = 1 + self.single.rank if structure == "low_rank" else 3
+        # a mean, its columns and its drift, or a mean, a variance and the features of tokens
+        self.tensors_per_state = 2 + self.single.rank if structure == "low_rank" else 3
         with evaluating(model), naming_modules(model.model), self.open(model):
             words = torch.zeros(1, 2, dtype=torch.long, device=model.device)
             states = self.causal.hidden(model, {"input_ids": words, "use_cache": False})
@@ -212,7 +213,7 @@ class SinglePassTokens:
         """Yield (flat positions [n], the prediction there), a chunk at a time."""
         assert isinstance(model.likelihood, Categorical)
         for index, logits in self._logits(states, positions):
-            mean = widened(mean_of(logits))
+            mean = widened(self.single.mean(logits))
             probs = mean.softmax(-1)
             spread = logits.spread
             variance = spread.variance

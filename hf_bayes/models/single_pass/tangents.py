@@ -5,6 +5,11 @@ F = [J d_1, ..., J d_S] / sqrt(S), E F F' = J V J': no covariance is dropped, ne
 nor between a branch and its skip connection. The same draws serve all rows and tokens, so a cache can hold columns. The
 variance of a logit has a relative standard error of sqrt(2 / S), which is largely common to similar inputs.
 
+Below the columns there is one more row, the drift of the mean: an estimate of E h - h(mean weights) to second order in
+the noise. Norms, activations, products and attention add to it; all other operations transport it. It does not count as
+a column. Wherever a rule reads the mean of a wide hidden state, it reads mean + drift: a norm divides the noise by the
+expected size, and if its mean were not smaller, too, the next norm would find a size that no member has.
+
 Outputs of a linear layer keep the columns of its input: see ``outer``. So the noise of a random head is exact, and the
 covariance of the logits of a large vocabulary is never formed.
 """
@@ -21,10 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_bayes.models.single_pass import attention
-from hf_bayes.models.single_pass.activations import slope
 from hf_bayes.models.single_pass.factors import pushed
 from hf_bayes.models.single_pass.later import Choose, Later, everything, rows_of
-from hf_bayes.models.single_pass.moments import NoRule, for_each_tensor, mean_of, name_of, spread_of
+from hf_bayes.models.single_pass.moments import NoRule, for_each_tensor, mean_of, moments_in, name_of, spread_of
 from hf_bayes.models.single_pass.operations import (
     ACTIVATIONS,
     ARRANGEMENTS,
@@ -39,8 +43,8 @@ from hf_bayes.models.single_pass.operations import (
     num_uncertain,
 )
 from hf_bayes.models.single_pass.outer import Outer
-from hf_bayes.models.single_pass.second_order import attention_shift, element_shift, norm_shift
-from hf_bayes.models.single_pass.wide_norms import norm_tangents
+from hf_bayes.models.single_pass.second_order import attention_columns, element_columns, product_columns
+from hf_bayes.models.single_pass.wide_norms import norm_columns
 from hf_bayes.uncertainty.likelihoods import widened
 
 
@@ -49,61 +53,62 @@ class Tangents:
     """The columns F of a root of the covariance.
 
     Attributes:
-        held: the columns [S, *shape of the mean], now or later. With ``outer``: [S, ..., n] of the layer's input, or
-            None if it has no noise.
+        held: the columns and the drift [S + 1, *shape of the mean], now or later. With ``outer``: [S + 1, ..., n] of
+            the layer's input, or None if it has no noise.
         outer: the last linear layer, if the tensor is its output; else None.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
-        second_order: True to add the second order to the means behind norms, activations, products and attention.
-        shift: what is still to be added to the mean.
+        shared: the number of columns, the first ones, that are leading columns and no draws (``drawn``).
     """
 
     held: Tensor | Later | None
     outer: Outer | None = None
     deterministic_scores: bool = False
-    second_order: bool = False
-    shift: Tensor | None = None
+    shared: int = 0
 
     @property
-    def columns(self) -> Tensor | None:
-        """The columns that are held."""
+    def values(self) -> Tensor | None:
+        """What is held."""
         return self.held.value if isinstance(self.held, Later) else self.held
 
     @cached_property
-    def roots(self) -> Tensor:
-        """The columns [S, *shape of the mean], also for outputs of a linear layer."""
-        found = self.columns if self.outer is None else self.outer.columns(self.columns)
+    def moved(self) -> Tensor:
+        """The columns and the drift [S + 1, *shape of the mean], also for outputs of a linear layer."""
+        found = self.values if self.outer is None else self.outer.columns(self.values)
         assert found is not None
         return found
+
+    @property
+    def roots(self) -> Tensor:
+        """The columns [S, *shape of the mean]."""
+        return self.moved[:-1]
+
+    @property
+    def drift(self) -> Tensor:
+        """The drift of the mean, in its shape."""
+        return self.moved[-1] if self.outer is None else self.outer.drift(self.values)
 
     @property
     def variance(self) -> Tensor:
         """The variances, in the shape of the mean."""
         if self.outer is None:
             return widened(self.roots).square().sum(0)
-        return self.outer.variance(self.columns)
+        return self.outer.variance(self.values)
 
     def covariance(self) -> Tensor:
         """Return [..., C, C]."""
         if self.outer is None:
             roots = widened(self.roots)
             return torch.einsum("s...k,s...l->...kl", roots, roots)
-        return self.outer.covariance(self.columns)
+        return self.outer.covariance(self.values)
 
     def times(self, vectors: Tensor) -> Tensor:
         """Return [..., C], the covariance times ``vectors`` [..., C], without forming it."""
         outer = self.outer or Outer(None)
-        return outer.times(self.columns, vectors)
+        return outer.times(self.values, vectors)
 
-    def new(
-        self, held: Tensor | Later | None, outer: Outer | None = None, shift: Callable[[], Tensor] | None = None
-    ) -> Tangents:
-        """Return a spread with the same settings; ``shift`` computes the second order of the mean."""
-        added = shift() if shift is not None and self.second_order else None
-        return Tangents(held, outer, self.deterministic_scores, self.second_order, added)
-
-    def shifted(self, mean: Tensor) -> tuple[Tensor, Tangents]:
-        """Return the mean with its second order, and the spread."""
-        return (mean, self) if self.shift is None else (mean + self.shift.to(mean.dtype), replace(self, shift=None))
+    def new(self, held: Tensor | Later | None, outer: Outer | None = None) -> Tangents:
+        """Return a spread with the same settings."""
+        return Tangents(held, outer, self.deterministic_scores, self.shared)
 
     def at(self, choose: Choose) -> Tangents:
         """Return the spread at chosen rows."""
@@ -114,13 +119,12 @@ class Tangents:
 
     def by_element(self, function: Callable[[Tensor], Tensor], mean: Tensor) -> Tangents:
         """Return the spread behind an elementwise function, for an input with this mean."""
-        found = Later(lambda choose: self.at(choose).roots * slope(function, choose(mean)))
-        return self.new(found, shift=lambda: element_shift(function, mean, self.roots))
+        return self.new(Later(lambda to: element_columns(function, to(mean), self.at(to).moved)))
 
     def by_norm(self, mean: Tensor, gain: Tensor | None, eps: float, *, centred: bool) -> Tangents:
         """Return the spread behind a LayerNorm (``centred``) or an RMSNorm, for an input with this mean."""
-        found = Later(lambda to: norm_tangents(to(mean), self.at(to).roots, gain, eps, centred=centred))
-        return self.new(found, shift=lambda: norm_shift(mean, self.roots, gain, eps, centred=centred))
+        how: dict[str, Any] = {"centred": centred, "shared": self.shared}
+        return self.new(Later(lambda to: norm_columns(to(mean), self.at(to).moved, gain, eps, **how)))
 
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of the result; see ``Spread``."""
@@ -131,7 +135,7 @@ class Tangents:
         rule = _RULES.get(function)
         if rule is not None:
             return rule(self, function, args, kwargs, result)
-        return for_each_tensor(pushed(function, args, kwargs), self.new)
+        return for_each_tensor(_pushed(function, args, kwargs), self.new)
 
 
 Rule = Callable[[Tangents, Callable[..., Any], Any, dict[str, Any], Any], Any]
@@ -186,17 +190,17 @@ def _is_of_leading(index: Any, num_dims: int) -> bool:
 )  # fmt: skip
 def _same_for_columns(own: Tangents, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Linear functions of one tensor."""
-    return for_each_tensor(torch.vmap(lambda column: function(column, *args[1:], **kwargs))(own.roots), own.new)
+    return for_each_tensor(torch.vmap(lambda column: function(column, *args[1:], **kwargs))(own.moved), own.new)
 
 
 @_rule(torch.cat, torch.concat)
 def _joined(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     tensors = args[0] if args else kwargs["tensors"]
-    count = len(own.roots)
+    count = len(own.moved)
     # an empty cache is one tensor without elements
     parts = [
-        x.new_zeros(1, *x.shape).expand(count, *x.shape) if spread is None else spread.roots
+        x.new_zeros(1, *x.shape).expand(count, *x.shape) if spread is None else spread.moved
         for x, spread in zip(tensors, map(spread_of, tensors), strict=True)
         if x.numel()
     ]
@@ -218,7 +222,7 @@ def _sum(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -
     signs = (-1, 1) if "rsub" in name else (1, -1) if "sub" in name else (1, 1)
     if _are_aligned(args, result):
         both = [(sign, x.spread) for sign, x in zip(signs, args, strict=True)]
-        return own.new(Later(lambda choose: _signed_sum([(sign, x.at(choose).roots) for sign, x in both])))
+        return own.new(Later(lambda choose: _signed_sum([(sign, x.at(choose).moved) for sign, x in both])))
     parts = [sign * _beside(x, result) for sign, x in zip(signs, args, strict=True) if spread_of(x) is not None]
     total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     return own.new(total.expand(-1, *result.shape))
@@ -234,8 +238,7 @@ def _product(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tenso
     first, second = args
     if _are_aligned(args, result):
         x, dx, y, dy = mean_of(first), first.spread, mean_of(second), second.spread
-        found = Later(lambda to: (dx.at(to).roots * to(y)).addcmul_(dy.at(to).roots, to(x)))
-        return own.new(found, shift=lambda: (dx.roots * dy.roots).sum(0))
+        return own.new(Later(lambda to: product_columns(to(x), dx.at(to).moved, to(y), dy.at(to).moved)))
     pairs = ((first, second), (second, first))
     parts = [_beside(x, result) * mean_of(other) for x, other in pairs if spread_of(x) is not None]
     return own.new(parts[0] if len(parts) == 1 else parts[0] + parts[1])
@@ -248,14 +251,19 @@ def _are_aligned(args: Any, result: Tensor) -> bool:
 
 def _beside(value: Any, result: Tensor) -> Tensor:
     """Return columns with as many dimensions as ``result`` after the first, so that they broadcast."""
-    roots: Tensor = value.spread.roots.to(result.dtype)
-    return roots.reshape(len(roots), *[1] * (result.ndim - roots.ndim + 1), *roots.shape[1:])
+    moved: Tensor = value.spread.moved.to(result.dtype)
+    return moved.reshape(len(moved), *[1] * (result.ndim - moved.ndim + 1), *moved.shape[1:])
+
+
+def _pushed(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the columns and the drift by forward-mode differentiation."""
+    return pushed(function, args, kwargs, [x.spread.moved for x in moments_in((args, kwargs))])
 
 
 @_rule(F.linear)
 def _linear(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
     weight = certain_weight(args, kwargs)
-    before: Tensor | Later | None = Later(lambda to: own.at(to).roots) if own.outer is not None else own.held
+    before: Tensor | Later | None = Later(lambda to: own.at(to).moved) if own.outer is not None else own.held
     return own.new(before, Outer(weight.detach()))
 
 
@@ -274,7 +282,7 @@ def _norm(own: Tangents, function: Any, args: Any, kwargs: Any, *, centred: bool
     given = {"weight": None, "bias": None, "eps": 1e-5} | dict(zip(names, args, strict=False)) | kwargs
     x, gain, eps = mean_of(given["input"]), given["weight"], given["eps"]
     if len(given["normalized_shape"]) > 1 or num_uncertain((given["weight"], given["bias"])):
-        return own.new(pushed(function, args, kwargs))
+        return own.new(_pushed(function, args, kwargs))
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # the default of torch's RMSNorm
     return own.by_norm(x, gain, eps, centred=centred)
 
@@ -290,8 +298,7 @@ def _elementwise(own: Tangents, function: Any, args: Any, kwargs: Any, result: T
 def _softmax(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents | None:
     if own.deterministic_scores and result.ndim == 4:  # the scores of eager attention
         return None
-    found = pushed(function, args, kwargs)
-    return own.new(found)
+    return own.new(_pushed(function, args, kwargs))
 
 
 @_rule(F.scaled_dot_product_attention)
@@ -301,33 +308,22 @@ def _attention(own: Tangents, function: Any, args: Any, kwargs: Any, result: Ten
     given = dict(zip(names, args, strict=False)) | kwargs
     (q, dq), (k, dk), (v, dv) = (_heads(given[name], given["query"].shape[1]) for name in names[:3])
     scale = given.get("scale") or q.shape[-1] ** -0.5
-    weights = attention.weights_of(q, k, given.get("attn_mask"), scale, causal=bool(given.get("is_causal")))
     if own.deterministic_scores:
         dq = dk = None
-    given_columns = next((part for part in (dq, dk, dv) if part is not None), None)
-    if given_columns is None:
+    if dq is None and dk is None and dv is None:
         return None
-    found = []
-    shift: Any = 0.0
-    for index in range(len(given_columns)):  # one column at a time: each has scores [B, H, T, S] of its own
-        total: Any = 0.0
-        if dq is not None or dk is not None:
-            moved: Any = 0.0 if dq is None else dq[index] @ k.mT
-            moved = scale * (moved if dk is None else moved + q @ dk[index].mT)
-            scores = weights * moved
-            total = (scores - weights * scores.sum(-1, keepdim=True)) @ v
-            if own.second_order:
-                pairs = 0.0 if dq is None or dk is None else scale * (dq[index] @ dk[index].mT)
-                shift = shift + attention_shift(weights, moved, pairs, v, None if dv is None else dv[index])
-        found.append(total if dv is None else total + weights @ dv[index])
-    return own.new(torch.stack(found), shift=None if isinstance(shift, float) else lambda: shift)
+
+    def weights(query: Tensor, key: Tensor) -> Tensor:
+        return attention.weights_of(query, key, given.get("attn_mask"), scale, causal=bool(given.get("is_causal")))
+
+    return own.new(attention_columns(weights, scale, (q, dq), (k, dk), (v, dv)))
 
 
 def _heads(value: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:
     """Return the mean and the columns of queries, keys or values, one of them for each query head."""
     repeats = num_heads // value.shape[1]
     mean, spread = mean_of(value), spread_of(value)
-    columns = None if spread is None else spread.roots
+    columns = None if spread is None else spread.moved
     if repeats == 1:
         return mean, columns
     return mean.repeat_interleave(repeats, 1), None if columns is None else columns.repeat_interleave(repeats, 2)

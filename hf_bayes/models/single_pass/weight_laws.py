@@ -13,9 +13,10 @@ second sum transports the noise of the input. The printed eq. 28 has Cov[W] in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
@@ -95,6 +96,11 @@ class WeightLaw:
         if variance is not None:
             found = found + torch.einsum("r,rki,...i,rli->...kl", self.scales, weights, variance, weights)
         return found
+
+    def without_bias(self) -> WeightLaw:
+        """Return the law of W alone, which multiplies the noise of a."""
+        columns = None if self.columns is None else F.pad(self.columns[..., :-1], (0, 1))
+        return replace(self, bias=None, bias_values=None, columns=columns)
 
     def joint(self, inputs: Tensor) -> Tensor:
         """Return [B, n, n], the covariance that W and b add between all outputs of all tokens, n = T * out.

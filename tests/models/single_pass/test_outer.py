@@ -9,6 +9,7 @@ import torch
 from hf_bayes.core.layout import Layout
 from hf_bayes.models.single_pass.moments import Moments
 from hf_bayes.models.single_pass.outer import Outer, drawn_products
+from hf_bayes.models.single_pass.second_order import with_drift
 from hf_bayes.models.single_pass.sources import LinearSource
 from hf_bayes.models.single_pass.tangents import Tangents
 from hf_bayes.models.single_pass.weight_laws import parts_of, weight_law
@@ -16,7 +17,7 @@ from tests.models.linear_cases import random_covariance
 from tests.models.single_pass.cases import normal
 
 COUNT, IN, OUT = 4000, 4, 3
-X, COLUMNS = normal(2, 3, IN), normal(5, 2, 3, IN, seed=1)
+X, COLUMNS, DRIFT = normal(2, 3, IN), normal(5, 2, 3, IN, seed=1), normal(2, 3, IN, seed=4)
 
 
 def outputs() -> Any:
@@ -26,25 +27,38 @@ def outputs() -> Any:
     law = weight_law(normal(OUT, IN, seed=2), normal(OUT), parts["weight"], parts["bias"])
     drawn = layout.unflatten(covariance.root(normal(COUNT, layout.dim, seed=3)) / COUNT**0.5)
     outer = Outer(law.mean, LinearSource(law.mean, None, X, law, 2.0), (drawn["weight"], drawn["bias"]))
-    return Moments.of(normal(2, 3, OUT), Tangents(None, outer)), Tangents(COLUMNS, outer)
+    return Moments.of(normal(2, 3, OUT), Tangents(None, outer)), Tangents(with_drift(COLUMNS, DRIFT), outer)
 
 
 def test_draws_have_the_exact_variance() -> None:
     logits, _ = outputs()
-    drawn = (
-        torch.tanh(logits * 1.0).spread.roots.square().sum(0) / (1 - logits.tanh() ** 2).as_subclass(torch.Tensor) ** 2
-    )
+    drawn = logits.spread.roots.square().sum(0)
     exact = torch.Tensor(logits.spread.variance)
     assert (drawn / exact - 1).abs().max() < 0.12  # 5 standard errors: sqrt(2 / 4,000)
     assert (drawn / (exact / 2) - 1).abs().min() > 0.12  # without the factor
 
 
-def test_noise_of_inputs_and_of_weights_add_up() -> None:
+def test_noise_of_weights_multiplies_the_second_moment() -> None:
     logits, both = outputs()
-    weight = both.outer.weight
+    weight, law = both.outer.weight, both.outer.own.law
     transported = torch.einsum("ki,sbti,sbtj,lj->btkl", weight, COLUMNS, COLUMNS, weight)
-    assert (both.covariance() - logits.spread.covariance() - transported).abs().max() < 1e-10
+    parts = [law.covariance(X + DRIFT, None), *(law.without_bias().covariance(column, None) for column in COLUMNS)]
+    expected = transported + 2.0 * sum(parts)  # 2.0 is the factor of the noise
+    assert (both.covariance() - expected).abs().max() < 1e-10
     assert (both.variance - both.covariance().diagonal(dim1=-2, dim2=-1)).abs().max() < 1e-10
+    total, first_order = (
+        part.diagonal(dim1=-2, dim2=-1).sum() for part in (expected, transported + logits.spread.covariance())
+    )
+    assert total > 1.5 * first_order  # without the second moment
+
+
+def test_columns_sketch_the_second_moment() -> None:
+    _, both = outputs()
+    columns = normal(COUNT, 2, 3, IN, seed=8) / COUNT**0.5
+    spread = both.new(with_drift(columns, DRIFT), both.outer)
+    assert spread.roots.shape == (COUNT, 2, 3, OUT)
+    assert (spread.roots.square().sum(0) / spread.variance - 1).abs().max() < 0.15  # 5 se of a product: sqrt(4 / 4,000)
+    assert (spread.drift - DRIFT @ both.outer.weight.mT).abs().max() < 1e-12
 
 
 def test_a_choice_of_rows_and_a_scale_keep_the_exact_noise() -> None:
@@ -55,5 +69,6 @@ def test_a_choice_of_rows_and_a_scale_keep_the_exact_noise() -> None:
 
 
 def test_products_of_draws_are_one_product_each() -> None:
-    draws = normal(7, OUT, IN, seed=5)
-    assert (drawn_products(X, draws) - torch.einsum("ski,bti->sbtk", draws, X)).abs().max() < 1e-12
+    draws, inputs = normal(7, OUT, IN, seed=5), normal(7, 2, 3, IN, seed=6)
+    assert (drawn_products(inputs, draws) - torch.einsum("ski,sbti->sbtk", draws, inputs)).abs().max() < 1e-12
+    assert torch.equal(drawn_products(X[None], draws), drawn_products(X.expand(7, -1, -1, -1), draws))

@@ -1,15 +1,18 @@
-"""The second order of means behind elementwise functions, norms and attention, and through models."""
+"""Columns and means of wide Gaussians behind elementwise functions, norms and attention, and through models."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_bayes.models.single_pass.activations import slope
 from hf_bayes.models.single_pass.driver import SinglePass
-from hf_bayes.models.single_pass.moments import mean_of
-from hf_bayes.models.single_pass.second_order import attention_shift, element_shift, norm_shift
+from hf_bayes.models.single_pass.second_order import attention_shift, element_columns, with_drift
+from hf_bayes.models.single_pass.wide_norms import norm_columns
 from scripts.reproduce.small_models import FAMILIES, attached, inputs_of, member_moments
 from tests.models.single_pass.cases import normal
 
@@ -20,18 +23,32 @@ def draws(mean: Tensor, columns: Tensor, count: int) -> Tensor:
     return torch.cat([mean + noise, mean - noise])
 
 
-def test_shift_of_a_square_is_its_variance() -> None:
+def test_columns_behind_a_square_are_exact() -> None:
     mean, columns = normal(5), normal(3, 5, seed=1)
-    assert (element_shift(torch.square, mean, columns) - columns.square().sum(0)).abs().max() < 1e-12
+    found, variance = element_columns(torch.square, mean, with_drift(columns)), columns.square().sum(0)
+    assert (found[-1] - variance).abs().max() < 1e-12
+    expected = 4 * mean.square() * variance + 2 * variance.square()
+    assert (found[:-1].square().sum(0) / expected - 1).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("std", [0.1, 1.0])
 @pytest.mark.parametrize("function", [F.silu, F.gelu, torch.tanh])
-def test_shifts_of_activations_are_those_of_draws(function: object) -> None:
-    assert callable(function)
-    mean, columns = normal(20), 0.02 * normal(3, 20, seed=1)
-    wanted = function(draws(mean, columns, 100_000)).mean(0) - function(mean)
-    found = element_shift(function, mean, columns)
-    assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()  # 1 % of noise, and the fourth order
+def test_moments_behind_activations_are_those_of_draws(function: Callable[[Tensor], Tensor], std: float) -> None:
+    mean, columns = torch.linspace(-3, 3, 20).double(), torch.full((1, 20), std).double()
+    drift = 0.1 * normal(20, seed=2)
+    values = function(draws(mean + drift, columns, 100_000))
+    found = element_columns(function, mean, with_drift(columns, drift))
+    wanted = values.mean(0) - function(mean)
+    assert (found[-1] - wanted).norm() < 0.05 * wanted.norm()  # 1 % of noise, and seven nodes
+    assert 0.97 < found[:-1].square().sum() / values.var(0).sum() < 1.03
+
+
+def test_a_wide_tanh_does_not_have_the_slope_at_its_mean() -> None:
+    mean, columns = torch.linspace(-1, 1, 20).double(), torch.full((1, 20), 2.0).double()
+    variance = torch.tanh(draws(mean, columns, 10_000)).var(0).sum()
+    found = element_columns(torch.tanh, mean, with_drift(columns))
+    assert 0.85 < found[:-1].square().sum() / variance < 1.15  # seven nodes
+    assert (slope(torch.tanh, mean) * columns).square().sum() / variance > 3
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -43,7 +60,7 @@ def test_shifts_of_norms_are_those_of_draws(centred: bool, size: float) -> None:
         return F.layer_norm(x, (32,), gain, eps=1e-6) if centred else F.rms_norm(x, (32,), gain, eps=1e-6)
 
     wanted = norm(draws(mean, columns, 20_000)).mean(0) - norm(mean)
-    found = norm_shift(mean, columns, gain, 1e-6, centred=centred)
+    found = norm_columns(mean, with_drift(columns), gain, 1e-6, centred=centred)[-1]
     # the noise is as large as the mean for size 1; without a shift the error is 1
     assert float((found - wanted).norm() / wanted.norm()) < 0.1
 
@@ -71,7 +88,7 @@ def logits_of(bayesian: object, inputs: dict[str, Tensor], *, second_order: bool
         second_order=second_order,  # type: ignore[attr-defined]
     )
     with torch.no_grad(), one.open():
-        return mean_of(bayesian.members.forward(inputs).logits)  # type: ignore[attr-defined,no-any-return]
+        return one.mean(bayesian.members.forward(inputs).logits)  # type: ignore[attr-defined,no-any-return]
 
 
 @pytest.mark.parametrize("family", ["bert", "vit", "llama", "gpt2"])

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
+from hf_bayes.models.single_pass.second_order import with_drift
 from hf_bayes.models.single_pass.tangents import Tangents
 from tests.models.single_pass.cases import normal
 
-MEAN, COLUMNS, OTHER = normal(2, 3, 4), normal(5, 2, 3, 4, seed=1), normal(2, 3, 4, seed=3)
+MEAN, OTHER = normal(2, 3, 4), normal(2, 3, 4, seed=3)
+NARROW = 1e-6
+"""The size of columns: rules of wide columns read mean and drift, which here is of the relative size 1e-12."""
+COLUMNS = NARROW * normal(5, 2, 3, 4, seed=1)
 WEIGHT = normal(6, 4, seed=2)
 KEYS = normal(1, 1, 5, 4, seed=4)
 
@@ -36,7 +40,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
 
 
 def gaussian() -> Any:
-    return Moments.of(MEAN.clone(), Tangents(COLUMNS))
+    return Moments.of(MEAN.clone(), Tangents(with_drift(COLUMNS)))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -45,17 +49,17 @@ def test_columns_are_tangents(name: str) -> None:
     for column, expected in zip(found.spread.roots, COLUMNS, strict=True):
         value, tangent = torch.func.jvp(RULES[name], (MEAN,), (expected,))
         assert torch.equal(mean_of(found), value)
-        assert (column - tangent).abs().max() < 1e-12  # rounding
-    assert (found.spread.variance - found.spread.roots.square().sum(0)).abs().max() < 1e-12
+        assert (column - tangent).abs().max() < 1e-9 * tangent.abs().max()  # the drift: 1e-12
+    variance = found.spread.roots.square().sum(0)
+    assert (found.spread.variance - variance).abs().max() < 1e-12 * variance.max()
 
 
 def test_columns_behind_norms_of_narrow_inputs_are_tangents() -> None:
     def norms(x: Any) -> Any:
         return nn.functional.rms_norm(nn.functional.layer_norm(x, (4,), WEIGHT[0]), (4,), WEIGHT[1])
 
-    columns = 1e-6 * COLUMNS
-    found = norms(Moments.of(MEAN.clone(), Tangents(columns)))
-    for column, direction in zip(found.spread.roots, columns, strict=True):
+    found = norms(gaussian())
+    for column, direction in zip(found.spread.roots, COLUMNS, strict=True):
         value, tangent = torch.func.jvp(norms, (MEAN,), (direction,))
         assert torch.equal(mean_of(found), value)
         assert (column - tangent).abs().max() < 1e-9 * tangent.abs().max()  # 1e-12: the variance of the input
@@ -68,8 +72,9 @@ def test_attention_is_linearised_in_all_three(deterministic: bool) -> None:
 
     shapes = (1, 4, 5, 3), (1, 2, 5, 3), (1, 2, 5, 3)
     means = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
-    columns = [normal(2, *shape, seed=seed + 9) for seed, shape in enumerate(shapes)]
-    inputs = [Moments.of(m.clone(), Tangents(c, None, deterministic)) for m, c in zip(means, columns, strict=True)]
+    columns = [NARROW * normal(2, *shape, seed=seed + 9) for seed, shape in enumerate(shapes)]
+    spreads = [Tangents(with_drift(column), None, deterministic) for column in columns]
+    inputs = [Moments.of(mean.clone(), spread) for mean, spread in zip(means, spreads, strict=True)]
     found = attend(*inputs).spread.roots
 
     def plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,19 +84,20 @@ def test_attention_is_linearised_in_all_three(deterministic: bool) -> None:
     for index in range(2):
         moved = [c[index] * (0 if deterministic and place < 2 else 1) for place, c in enumerate(columns)]
         expected = torch.func.jvp(plainly, tuple(means), tuple(moved))[1]
-        assert (found[index] - expected).abs().max() < 1e-12
+        assert (found[index] - expected).abs().max() < 1e-9 * expected.abs().max()  # the drift: 1e-12
 
 
 def test_a_branch_and_its_skip_connection_are_correlated() -> None:
     x = gaussian()
-    assert (x + nn.functional.linear(x, -torch.eye(4, dtype=MEAN.dtype))).spread.variance.abs().max() < 1e-20
+    total = x + nn.functional.linear(x, -torch.eye(4, dtype=MEAN.dtype))
+    assert total.spread.variance.abs().max() < 1e-20 * NARROW**2
 
 
 def test_products_with_the_covariance_do_not_form_it() -> None:
     for logits in (gaussian(), nn.functional.linear(gaussian(), WEIGHT)[:, 1].float()):
         vectors = normal(*logits.shape, seed=7)
         expected = (logits.spread.covariance() @ vectors[..., None])[..., 0]
-        assert (logits.spread.times(vectors) - expected).abs().max() < 1e-10
+        assert (logits.spread.times(vectors) - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
 def test_dropout_in_training_mode_is_refused() -> None:
