@@ -51,6 +51,16 @@ def test_linearise_exchanges_the_predictor_and_back(name: str) -> None:
         assert torch.equal(bayesian.predict_by("members")(**batch()).logits, members)
 
 
+@pytest.mark.parametrize(
+    ("prediction", "by_weights"), [("members", True), ("linearised", False), ("single_pass", True)]
+)
+def test_a_predictor_gives_an_output_for_each_member(prediction: str, by_weights: bool) -> None:
+    with torch.no_grad(), gaussian_model("bert") as bayesian:
+        outputs = bayesian.predict_by(prediction).drawn_outputs(batch())
+        assert outputs.shape == bayesian.member_logits(batch()).shape
+        assert torch.equal(outputs, bayesian.member_logits(batch())) == by_weights
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_a_refused_link_leaves_the_predictor_as_it_was(name: str) -> None:
     with gaussian_model(name) as bayesian:
