@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
-from hf_bayes.cli.evaluation import Case, nll_of
+from hf_bayes.cli.evaluation import Case, Target, nll_of
 from hf_bayes.cli.model_labels import numbers_of
 from hf_bayes.metrics.figures import NUMBERS
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
@@ -19,10 +18,10 @@ from hf_bayes.models.predictors import Predictive
 
 
 def number_sets(
-    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: TextArguments
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, target: Target, args: TextArguments
 ) -> dict[str, Dataset]:
     """Read and encode the rows of each file; see ``text_sets``."""
-    count = len(head["labels"])
+    count = len(target.head["labels"])
 
     def labels_of(rows: Dataset, file: str) -> list[list[float]]:
         return numbers_of(rows, count, what=file, label_column=args.label_column)

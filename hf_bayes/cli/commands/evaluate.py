@@ -23,8 +23,8 @@ from accelerate import PartialState
 from rich.console import Console
 
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.data import named_files
-from hf_bayes.cli.evaluation import TEST
+from hf_bayes.cli.data import matching, named_files
+from hf_bayes.cli.evaluation import TEST, Target
 from hf_bayes.cli.evaluation import evaluate as statistics_of
 from hf_bayes.cli.evaluation_cases import CASES, case_of, own_arguments
 from hf_bayes.cli.evaluation_figure import plot
@@ -32,6 +32,7 @@ from hf_bayes.cli.evaluation_table import tables
 from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.metrics import evaluation_results
+from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
 
@@ -74,13 +75,15 @@ def evaluate_quietly(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
         ValueError, OSError: for files, columns or labels that do not fit the posterior.
     """
     files = named_files(args.test, args.ood)
+    for file in files.values():
+        matching(file)  # a missing file is found before the model is loaded
     posterior = Posterior.from_pretrained(args.posterior)
     case = case_of(posterior.config, args.posterior)
     chosen = own_arguments(case, own, args.posterior)
     tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
-    sets = case.read(files, tokenizer, posterior.config.head, chosen)
-    collate = case.collate(tokenizer, sets, chosen)
     model = case.model_class.from_pretrained(posterior, **args.loading)
+    sets = case.read(files, tokenizer, Target(posterior.config.head, context_of(model.core)[0]), chosen)
+    collate = case.collate(tokenizer, sets, chosen)
     model.to(PartialState().device)  # the device that training would use
     found = statistics_of(model, sets, case, collate, batch_size=args.batch_size)
     others = {name: statistics for name, statistics in found.items() if name != TEST}

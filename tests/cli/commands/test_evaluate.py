@@ -87,6 +87,19 @@ def test_every_text_of_a_language_model_has_its_figures(tmp_path: Path) -> None:
     assert results["perplexity"] == pytest.approx(np.exp(results["nll"]))
 
 
+def test_a_window_longer_than_the_context_is_refused(
+    tmp_path: Path, posterior: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test.txt").write_text("\n".join(TEXTS * 8))
+    assert main(["evaluate", posterior, "--test", str(tmp_path / "test.txt"), "--length", "129"]) == 2
+    assert "--length=129 is longer than the model's longest context, 128 tokens: lower it" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_found_before_the_model_is_loaded() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file matches 'missing\.txt'"):
+        COMMAND.run(*parse_arguments(*COMMAND.arguments, arguments=["--posterior", "nowhere", "--test", "missing.txt"]))
+
+
 def test_a_classifier_is_evaluated_from_a_table(
     tmp_path: Path, classifier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
