@@ -25,7 +25,7 @@ class Posterior:
 
     def __init__(self, approximation: Any) -> None:
         self.approximation = approximation
-        self.config = SimpleNamespace(calibration={})
+        self.config = SimpleNamespace(calibration={}, layer_factors={})
 
 
 MAKE: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "bert": tiny_bert}
