@@ -161,8 +161,11 @@ def test_the_command_of_the_page_runs_as_printed(
     ],
 )
 def test_wrong_input_is_refused_in_one_sentence(
-    tmp_path: Path, classifier: str, fields: dict[str, str], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str, fields: dict[str, str], words: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("test.txt", "other.csv"):
+        Path(name).touch()
     usual = {"posterior": classifier, "test": table_of(tmp_path / "test.csv")}
     usual |= {"text_column": "query", "label_column": "parity"}
     flags = [word for name, value in {**usual, **fields}.items() for word in (f"--{name}", value)]
