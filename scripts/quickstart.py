@@ -21,12 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from quickstart_base import pretrain_base, train_tokenizer, windows
 from quickstart_corpora import corpora
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    default_data_collator,
+    set_seed,
+)
 
 from hf_bayes import (
     BayesianTrainer,
@@ -37,12 +44,14 @@ from hf_bayes import (
     print_record,
     to_html,
 )
-from hf_bayes.cli.commands.evaluate import EvaluationArguments, evaluate_quietly
-from hf_bayes.cli.evaluate_windows import WindowArguments
+from hf_bayes.cli.commands.evaluate import measure, write
+from hf_bayes.cli.evaluate_windows import WINDOW_CASE, WindowArguments
+from hf_bayes.cli.evaluation import TEST, Target
 from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.cli.progress import one_bar, without_messages
 from hf_bayes.cli.quiet import hidden_bars, quiet_libraries
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.models.base import BayesianModel
 
 COLUMNS = ("method", "members", "rate", "t", "NLL", "ECE", "code TU", "code EU", "rot13 TU", "rot13 EU", "seconds")
 """rate: AdamW's learning rate; t: the temperature of the mixture; TU and EU: AUROCs of the two uncertainties."""
@@ -87,23 +96,59 @@ def contenders(args: Arguments) -> dict[str, Contender]:
     }
 
 
-class Trained(NamedTuple):
-    """A saved posterior, the learning rate that AdamW had in its run, the method, and the seconds of the run."""
+class Texts(NamedTuple):
+    """The base model, its tokenizer, and the windows of every text that is used after it.
 
+    Attributes:
+        base: the folder of the base model.
+        tokenizer: its tokenizer.
+        train, validation: for the runs.
+        scored: name -> windows for the table, "test" first.
+    """
+
+    base: Path
+    tokenizer: PreTrainedTokenizerBase
+    train: Dataset
+    validation: Dataset
+    scored: dict[str, Dataset]
+
+
+class Trained(NamedTuple):
+    """A posterior in memory and its folder, the learning rate that AdamW had, the method, and the seconds of the run.
+
+    The model predicts as one that is loaded from the folder.
+    """
+
+    model: BayesianModel
     directory: Path
     learning_rate: float
     method: str
     seconds: float
 
 
-def fine_tune(name: str, args: Arguments, base: Path, texts: Mapping[str, list[str]]) -> Trained:
+def read_texts(texts: Mapping[str, list[str]], args: Arguments, base: Path) -> Texts:
+    """Cut the texts into windows, once for all runs."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    files = {name: str(base.parent / f"{name}.txt") for name in (TEST, *OTHER)}
+    for name, file in files.items():
+        Path(file).write_text("\n".join(texts[name]), encoding="utf-8")
+    scored = WindowArguments(length=args.length, max_windows=args.test_windows)
+    return Texts(
+        base,
+        tokenizer,
+        windows(texts["finetune"], tokenizer, length=args.length),
+        windows(texts["validation"], tokenizer, length=args.length, limit=args.validation_windows),
+        WINDOW_CASE.read(files, tokenizer, Target({}, None), scored),
+    )
+
+
+def fine_tune(name: str, args: Arguments, texts: Texts) -> Trained:
     """Train one contender, and save its posterior."""
     begin = time.perf_counter()
     contender = contenders(args)[name]
     directory = Path(args.output_dir) / name.replace(",", "").replace(" ", "-")
     set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(texts.base)
     lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
     trainer = BayesianTrainer(
         model=get_peft_model(model, lora),
@@ -118,32 +163,18 @@ def fine_tune(name: str, args: Arguments, base: Path, texts: Mapping[str, list[s
             report_to="none",
             seed=args.seed,
         ),
-        train_dataset=windows(texts["finetune"], tokenizer, length=args.length),
-        eval_dataset=windows(texts["validation"], tokenizer, length=args.length, limit=args.validation_windows),
+        train_dataset=texts.train,
+        eval_dataset=texts.validation,
         data_collator=default_data_collator,
-        processing_class=tokenizer,
+        processing_class=texts.tokenizer,
     )
     one_bar(trainer)
     trainer.train()
     trainer.save_model()
     method = trainer.posterior.config.method
     words = f"{method['name']} at T = {method['temperature']:g}"
-    return Trained(directory, trainer.adamw_learning_rate, words, time.perf_counter() - begin)
-
-
-def evaluate(directory: Path, args: Arguments, *, calibrated: bool = True) -> dict[str, Any]:
-    """Load a posterior, and score test text and other text."""
-    files = {name: f"{args.output_dir}/{name}.txt" for name in ("test", *OTHER)}
-    return evaluate_quietly(
-        EvaluationArguments(
-            posterior=str(directory),
-            test=files["test"],
-            ood=[f"{name}={files[name]}" for name in OTHER],
-            calibrated=calibrated,
-            output_dir=str(directory / ("evaluation" if calibrated else "evaluation-without-temperature")),
-        ),
-        WindowArguments(length=args.length, max_windows=args.test_windows),
-    )
+    seconds = time.perf_counter() - begin
+    return Trained(trainer.bayesian.eval(), directory, trainer.adamw_learning_rate, words, seconds)
 
 
 def cells(found: Mapping[str, Any], trained: Trained) -> list[str]:
@@ -159,7 +190,8 @@ def show(directory: str, output_dir: str) -> None:
     """Load a posterior, generate and render. This runs in a new process."""
     generate = pipeline("bayesian-text-generation", directory)
     set_seed(0)
-    records = [record[0] for record in generate(PROMPTS, max_new_tokens=60, do_sample=True, temperature=0.7)]
+    settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.7, "batch_size": len(PROMPTS)}
+    records = [record[0] for record in generate(PROMPTS, **settings)]
     print_record(records[0])
     (Path(output_dir) / "generated.html").write_text(to_html(records, title="Epistemic uncertainty, token by token"))
 
@@ -173,18 +205,22 @@ def compare(args: Arguments, console: Console) -> Path:
         texts["pretrain"], tokenizer, output / "base", length=args.length, epochs=args.base_epochs, seed=args.seed
     )
     console.print(f"{base['parameters'] / 1e6:.1f} million parameters, {base['seconds']:.0f} s")
-    for name in ("test", *OTHER):
-        (output / f"{name}.txt").write_text("\n".join(texts[name]), encoding="utf-8")
+    cut = read_texts(texts, args, output / "base")
     table = Table(title="Test text, and telling other text from it (AUROC)")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for name in contenders(args):
         console.print(f"Fine-tuning: {name}")
-        trained = fine_tune(name, args, output / "base", texts)
+        trained = fine_tune(name, args, cut)
+        model = trained.model
         if name == "plain":
-            table.add_row(name, *cells(evaluate(trained.directory, args, calibrated=False), trained))
+            with model.showing(model.current, temperature=1.0):
+                _, results = measure(model, cut.scored, WINDOW_CASE, default_data_collator)
+            table.add_row(name, *cells(results, trained))
             name += ", with t"
-        table.add_row(name, *cells(evaluate(trained.directory, args), trained))
+        found, results = measure(model, cut.scored, WINDOW_CASE, default_data_collator)
+        table.add_row(name, *cells(results, trained))
+    write(found, results, WINDOW_CASE, trained.directory / "evaluation")
     console.print(f"With nothing set, the run has chosen {trained.method}")
     console.print(table)
     return trained.directory

@@ -15,7 +15,9 @@ from hf_bayes.cli.data import load_splits
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.registry import from_dict
 
-SUBSPACE_HELP = "Random weights. With --lora_rank 0 also last_layer, last_block, all, a pattern."
+SUBSPACE_HELP = (
+    "Random weights: trainable, last_layer, last_block, all, a pattern. Others than trainable need --lora_rank 0."
+)
 BUDGET_HELP = "Minibatch gradients of all runs together. Default: ten times one run of four chains."
 
 
@@ -84,8 +86,8 @@ class MethodArguments:
     method: str | None = field(
         default=None,
         metadata={
-            "help": "Name of a method, or auto to compare several. Names are in hf_bayes.METHODS; the comparison needs "
-            "held-out rows. Default: sghmc, whose temperature the held-out rows choose."
+            "help": "sghmc (default), ensemble, laplace and others; auto compares several. A wrong name lists all. The "
+            "comparison needs held-out rows, and these choose the temperature of the default, too."
         },
     )
     method_args: dict[str, Any] | str | None = field(default=None, metadata={"help": "Fields of its config as JSON."})

@@ -31,7 +31,10 @@ class ContinualArguments:
     episodes: list[str] = field(metadata={"help": "Files, globs, or NAME[/CONFIG][:SPLIT] of the Hub, in this order."})
     methods: list[str] = field(
         default_factory=lambda: ["sequential", "offline", "laplace_diagonal", "laplace_kronecker", "mean_field"],
-        metadata={"help": "Methods to compare with single. By default all of them."},
+        metadata={
+            "help": "By default sequential, offline, laplace_diagonal, laplace_kronecker, mean_field. They are "
+            "compared with single, which learns each text alone."
+        },
     )
     held_out: float = field(default=0.15, metadata={"help": "Share of each episode, at its end, for testing."})
     text_column: str = field(default="text", metadata={"help": "Column of the text."})

@@ -46,9 +46,9 @@ def load_splits(
             "give the share of the training rows to evaluate on, such as 0.1"
         )
     if Path(dataset).suffix in _FORMATS:
-        files = {"train": _matching(dataset)}
+        files = {"train": matching(dataset)}
         if validation_file is not None:
-            files["validation"] = _matching(validation_file)
+            files["validation"] = matching(validation_file)
         splits = _load_files(files)
     elif validation_file is not None:
         raise ValueError(
@@ -89,7 +89,7 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
             "the share of it, such as 0.15"
         )
     if Path(source).suffix in _FORMATS:
-        rows = _load_files({"train": _matching(source)})["train"]
+        rows = _load_files({"train": matching(source)})["train"]
     else:
         name, _, split = source.partition(":")
         *owner, config = name.split("/") if name.count("/") == 2 else (name, None)
@@ -110,7 +110,7 @@ def load_rows(file: str) -> Dataset:
     """
     if Path(file).suffix == ".txt":
         raise ValueError(f"{file} is one text, expected rows: give a .jsonl, .csv or .parquet file with a row for each")
-    return _load_files({"train": _matching(file)})["train"]
+    return _load_files({"train": matching(file)})["train"]
 
 
 def named_files(test: str, pairs: Sequence[str]) -> dict[str, str]:
@@ -137,7 +137,12 @@ def named_files(test: str, pairs: Sequence[str]) -> dict[str, str]:
     return files
 
 
-def _matching(pattern: str) -> list[str]:
+def matching(pattern: str) -> list[str]:
+    """Return the files that a path or a glob names.
+
+    Raises:
+        FileNotFoundError: for a pattern that matches nothing.
+    """
     path = Path(pattern)
     root = Path(path.anchor) if path.is_absolute() else Path()
     files = [str(path)] if path.is_file() else sorted(map(str, root.glob(str(path.relative_to(path.anchor)))))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
-from hf_bayes.cli.evaluation import Case
+from hf_bayes.cli.evaluation import Case, Target
 from hf_bayes.cli.model_labels import classes_of
 from hf_bayes.metrics.figures import CLASSES
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
@@ -19,12 +18,12 @@ from hf_bayes.uncertainty.likelihoods import IGNORE
 
 
 def class_sets(
-    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: TextArguments
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, target: Target, args: TextArguments
 ) -> dict[str, Dataset]:
     """Read and encode the rows of each file; see ``text_sets``."""
 
     def labels_of(rows: Dataset, file: str) -> list[int]:
-        return classes_of(rows, list(map(str, head["labels"])), what=file, label_column=args.label_column)
+        return classes_of(rows, list(map(str, target.head["labels"])), what=file, label_column=args.label_column)
 
     return text_sets(files, tokenizer, args, labels_of=labels_of, placeholder=0)
 

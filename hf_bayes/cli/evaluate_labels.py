@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
-from hf_bayes.cli.evaluation import Case, nll_of
+from hf_bayes.cli.evaluation import Case, Target, nll_of
 from hf_bayes.cli.model_labels import label_vectors_of
 from hf_bayes.metrics.figures import SEVERAL_LABELS
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
@@ -19,10 +18,10 @@ from hf_bayes.models.predictors import Predictive
 
 
 def label_sets(
-    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: TextArguments
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, target: Target, args: TextArguments
 ) -> dict[str, Dataset]:
     """Read and encode the rows of each file; see ``text_sets``."""
-    names = list(map(str, head["labels"]))
+    names = list(map(str, target.head["labels"]))
 
     def labels_of(rows: Dataset, file: str) -> list[list[float]]:
         return label_vectors_of(rows, names, what=file, label_column=args.label_column)

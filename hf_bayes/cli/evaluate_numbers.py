@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_rows
 from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
-from hf_bayes.cli.evaluation import TEST, Case, nll_of
+from hf_bayes.cli.evaluation import TEST, Case, Target, nll_of
 from hf_bayes.cli.model_labels import numbers_of
 from hf_bayes.metrics.figures import NUMBERS, OWN_NUMBERS
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
@@ -21,10 +20,10 @@ from hf_bayes.models.predictors import Predictive
 
 
 def number_sets(
-    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: TextArguments
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, target: Target, args: TextArguments
 ) -> dict[str, Dataset]:
     """Read and encode the rows of each file; see ``text_sets``."""
-    count = len(head["labels"])
+    count = len(target.head["labels"])
 
     def labels_of(rows: Dataset, file: str) -> list[list[float]]:
         return numbers_of(rows, count, what=file, label_column=args.label_column)
@@ -50,13 +49,13 @@ def unscored_numbers(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
 
 
 def own_number_sets(
-    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: TextArguments
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, target: Target, args: TextArguments
 ) -> dict[str, Dataset]:
     """Read and encode the rows of each file; see ``text_sets``.
 
     The placeholder of a label is the first label of the test set: 0 may be outside of the support.
     """
-    count = len(head["labels"])
+    count = len(target.head["labels"])
     labels = numbers_of(load_rows(files[TEST]), count, what=files[TEST], label_column=args.label_column)
     return text_sets(files, tokenizer, args, labels_of=lambda rows, file: labels, placeholder=labels[0])
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
 from hf_bayes.cli.evaluate_classes import scored_classes
-from hf_bayes.cli.evaluation import Case, Collate
-from hf_bayes.cli.token_windows import token_windows
+from hf_bayes.cli.evaluation import Case, Collate, Target
+from hf_bayes.cli.token_windows import token_windows, window_length
 from hf_bayes.metrics.figures import NEXT_TOKENS
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 
@@ -23,7 +22,9 @@ class WindowArguments:
 
     _argument_group_name = "windows of a language model"
 
-    length: int = field(default=128, metadata={"help": "Tokens of a window."})
+    length: int | None = field(
+        default=None, metadata={"help": "Tokens of a window. Default: 128, or the model's context if less."}
+    )
     max_windows: int = field(default=200, metadata={"help": "Largest number of windows of each text, evenly spread."})
 
     def __post_init__(self) -> None:
@@ -48,11 +49,15 @@ def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, li
 
 
 def window_sets(
-    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: WindowArguments
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, target: Target, args: WindowArguments
 ) -> dict[str, Dataset]:
-    """Read the text of each file and cut it into windows. Every set has labels: the tokens of its text."""
-    limits = {"length": args.length, "limit": args.max_windows}
-    return {name: windows_of(file, tokenizer, **limits) for name, file in files.items()}
+    """Read the text of each file and cut it into windows. Every set has labels: the tokens of its text.
+
+    Raises:
+        ValueError: for windows longer than the model's context, and as ``windows_of``.
+    """
+    length = window_length(args.length, target.context, default=128, flag="--length")
+    return {name: windows_of(file, tokenizer, length=length, limit=args.max_windows) for name, file in files.items()}
 
 
 def collate_windows(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Dataset], args: WindowArguments) -> Collate:

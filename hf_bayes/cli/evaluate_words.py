@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
@@ -12,7 +11,7 @@ from transformers import DataCollatorForTokenClassification, PreTrainedTokenizer
 from hf_bayes.cli.data import check_split, load_rows
 from hf_bayes.cli.evaluate_classes import scored_classes, unscored_classes
 from hf_bayes.cli.evaluate_texts import TextArguments
-from hf_bayes.cli.evaluation import TEST, Case, Collate
+from hf_bayes.cli.evaluation import TEST, Case, Collate, Target
 from hf_bayes.cli.model_labels import tags_of, words_of
 from hf_bayes.cli.padding import longest_row
 from hf_bayes.metrics.figures import TAGS
@@ -23,7 +22,7 @@ from hf_bayes.uncertainty.likelihoods import IGNORE
 
 
 def word_sets(
-    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: TextArguments
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, target: Target, args: TextArguments
 ) -> dict[str, Dataset]:
     """Read and encode the words of each file. Only the rows of the test set need tags.
 
@@ -38,7 +37,7 @@ def word_sets(
             f"a tagger needs a fast tokenizer, which finds the tokens of each word, got {type(tokenizer).__name__}: "
             "save one with the posterior"
         )
-    names, sets = list(map(str, head["labels"])), {}
+    names, sets = list(map(str, target.head["labels"])), {}
     for name, file in files.items():
         rows = load_rows(file)
         words = _words(rows, args.text_column, file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -25,6 +25,18 @@ Found = dict[str, dict[str, Array]]
 """The name of a set -> its statistics, each [R, T]: T terms of R rows, NaN where a row has fewer terms."""
 
 
+class Target(NamedTuple):
+    """The model that rows are read for.
+
+    Attributes:
+        head: ``PosteriorConfig.head``, with the names of the labels.
+        context: tokens of the model's context; None for no limit.
+    """
+
+    head: Mapping[str, Any]
+    context: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """The evaluation of the posteriors of one task and one kind of labels.
@@ -33,8 +45,8 @@ class Case:
         arguments: the dataclass of the arguments that only some tasks have.
         model_class: the class that loads the posterior.
         figures: the figures of the labels.
-        read: a function of the files by name, the tokenizer, ``PosteriorConfig.head`` and the arguments. It returns
-            encoded rows of each set. Rows without labels have placeholders at the terms of their labels.
+        read: a function of the files by name, the tokenizer, the model and the arguments. It returns encoded rows of
+            each set. Rows without labels have placeholders at the terms of their labels.
         collate: a function of the tokenizer, the sets and the arguments. It returns the collator of the rows.
         scored: from a prediction and labels to the statistics of the test set.
         unscored: from a prediction and placeholders to the uncertainties of another set.
@@ -43,7 +55,7 @@ class Case:
     arguments: type[Any]
     model_class: type[BayesianModel]
     figures: Figures
-    read: Callable[[Mapping[str, str], PreTrainedTokenizerBase, Mapping[str, Any], Any], dict[str, Dataset]]
+    read: Callable[[Mapping[str, str], PreTrainedTokenizerBase, Target, Any], dict[str, Dataset]]
     collate: Callable[[PreTrainedTokenizerBase, Mapping[str, Dataset], Any], Collate]
     scored: Reader
     unscored: Reader

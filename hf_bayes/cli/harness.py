@@ -13,13 +13,13 @@ def main() -> None:
     """Run the command ``lm_eval`` with the arguments of ``sys.argv``.
 
     Raises:
-        ImportError: without lm_eval.
+        SystemExit: without lm_eval, with a sentence that says what to install.
     """
     try:
         import lm_eval
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        raise ImportError(f"this command is that of lm-evaluation-harness: pip install lm_eval ({error})") from error
+        raise SystemExit(f"this command needs lm-evaluation-harness: pip install lm_eval ({error})") from error
     from hf_bayes.pipelines.lm_harness import evaluate
 
     lm_eval.simple_evaluate = evaluate  # the command looks for it there

@@ -31,7 +31,7 @@ OWN = {
     "map_updates": "Updates of the MAP estimate to compare with. 0: none.",
     "calibrate": "Fit a temperature of the predictions on held-out rows. Default: where possible.",
     "probe_steps": "Updates between two looks at the chains' convergence. 0: none.",
-    "noise_std": "Standard deviation of the labels' noise: a regression.",
+    "noise_std": "Standard deviation of the noise of labels that are numbers: a regression needs it.",
     "private_rows": "Rows stay in the process that has them.",
 }
 """Our training arguments -> their words in the short help."""
@@ -39,7 +39,7 @@ OWN = {
 COMMON = {
     "output_dir": "Folder of the posterior and of the checkpoints.",
     "num_train_epochs": "Passes over the training data.",
-    "max_steps": "Updates, in place of epochs.",
+    "max_steps": "Updates, in place of epochs. -1: as many as the epochs have.",
     "per_device_train_batch_size": "Rows of a minibatch.",
     "per_device_eval_batch_size": "Rows of a batch of held-out rows.",
     "gradient_accumulation_steps": "Minibatches of an update.",
@@ -71,9 +71,9 @@ def help_text(name: str, command: Command, *, everything: bool = False) -> str:
         everything: True lists all arguments with all their words. False lists our arguments and ``COMMON``, a line for
             each. Arguments that a run would refuse are in neither.
     """
-    first = "" if command.first is None else f"[{command.first.upper()}] "
+    first = "FILE" if command.first is None else f"{command.first.upper()} | FILE"
     lines = [
-        f"usage: hf-bayes {name} {first}[FILE] [--NAME VALUE ...]",
+        f"usage: hf-bayes {name} [{first}] [--NAME VALUE ...]",
         "",
         inspect.getdoc(command.run).split("\n\n")[0].replace("\n", " "),  # type: ignore[union-attr]
         "FILE is a YAML or JSON mapping of names to values; a value on the command line takes precedence.",

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 from hf_bayes.cli.arguments import DataArguments, ModelArguments
 from hf_bayes.cli.scripts import Problem
 from hf_bayes.cli.token_windows import token_windows, window_length
+from hf_bayes.models.base_model import core_of
+from hf_bayes.models.input_check import context_of
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
 
@@ -46,7 +48,7 @@ def language_model(
     """
     tokenizer = model_args.load_tokenizer()
     model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
-    length = window_length(windows.window, model.config, default=256)
+    length = window_length(windows.window, context_of(core_of(model))[0], default=256)
     with args.main_process_first(desc="data"):
         splits = {
             split: token_windows(

@@ -118,18 +118,20 @@ def token_windows(
     return windows
 
 
-def window_length(given: int | None, config: Any, *, default: int) -> int:
+def window_length(given: int | None, longest: int | None, *, default: int, flag: str = "--window") -> int:
     """Return the number of tokens in a window: ``given``, or else ``default``, or the model's context if that is less.
 
+    Args:
+        longest: tokens of the model's context, see ``input_check.context_of``; None for no limit.
+        flag: the argument that gives the number, for the error message.
     Raises:
-        ValueError: if ``given`` is longer than the longest context of the model with this ``config``.
+        ValueError: if ``given`` is longer than the context.
     """
-    longest = getattr(config, "max_position_embeddings", None)  # models with relative positions (Bloom) have none
     if given is None:
         return default if longest is None else min(default, longest)
     if longest is not None and given > longest:
         raise ValueError(
-            f"window={given} is longer than the model's longest context, {longest} tokens: lower window to "
-            f"{longest}, or raise max_position_embeddings by config_overrides if the model supports longer contexts"
+            f"{flag}={given} is longer than the model's longest context, {longest} tokens: lower it to {longest}, or "
+            "raise max_position_embeddings in the model's config if the model supports longer contexts"
         )
     return given

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from hf_bayes.core.layout import Layout
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.distilled import DistilledPredictor
-from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor, MemberPredictor
+from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor, MemberPredictor, member_outputs
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
 from hf_bayes.models.single_pass.backward import input_predictor
@@ -188,14 +188,12 @@ class BayesianClassifier(BayesianModel):
 
     def member_logits(self, inputs: dict[str, Any]) -> Tensor:
         """Return [M, B, ..., C] logits of the current members."""
-        return MemberPredictor().member_logits(self, inputs)
+        return member_outputs(self, inputs)
 
     @predicts
     def drawn_outputs(self, inputs: dict[str, Any]) -> Tensor:
         """Return [M, B, ..., C], the outputs of the current members; linear in theta if the model is linearised."""
-        if isinstance(self.predictor, LinearisedPredictor):
-            return self.predictor.member_logits(self, inputs)
-        return self.member_logits(inputs)
+        return self.predictor.drawn_outputs(self, inputs)
 
     def _predictor_by(self, link: str | None) -> InputPredictor:
         return MemberPredictor() if link is None else LinearisedPredictor(self, link)

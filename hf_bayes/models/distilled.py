@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
+from hf_bayes.models.input_predictors import member_outputs
 from hf_bayes.models.loading import student_network
 from hf_bayes.models.output_layer import OutputLayer
 from hf_bayes.models.predictives import ClassPredictive
@@ -91,6 +92,10 @@ class DistilledPredictor(Student):
         super().__init__(model)
         assert model.posterior is not None
         self.layer = OutputLayer(model, model.posterior.config.student["output"])
+
+    def drawn_outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+        """Return the outputs of the student's network, the only member."""
+        return member_outputs(model, inputs)
 
     @torch.no_grad()
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:

@@ -35,7 +35,7 @@ class InputCheck:
 
     def __init__(self, core: nn.Module) -> None:
         self.num_tokens = _num_tokens(core)
-        self.longest, self.has_table = _context(core)
+        self.longest, self.has_table = context_of(core)
         self._warned = False
 
     def __call__(self, inputs: Mapping[str, Any], *, where: str = "the batch", first: int = 0) -> None:
@@ -163,8 +163,12 @@ def _num_tokens(core: Any) -> int | None:
     return count if is_integer(count) else None
 
 
-def _context(core: Any) -> tuple[int | None, bool]:
-    """Return the largest number of tokens in a row, and whether a table of positions ends there."""
+def context_of(core: Any) -> tuple[int | None, bool]:
+    """Return the tokens of a model's context (None: no limit), and whether a table of positions ends there.
+
+    Args:
+        core: the transformers model, without peft's wrapper.
+    """
     longest = getattr(core.config.get_text_config(), "max_position_embeddings", None)
     if not is_integer(longest, 1):
         return None, False

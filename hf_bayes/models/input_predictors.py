@@ -22,6 +22,20 @@ class InputPredictor(Predictor, Protocol):
         """Return the posterior predictive of a batch without labels."""
         ...
 
+    def drawn_outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+        """Return [M, B, ..., C], an output for each member that the model holds, by the function that is integrated."""
+        ...
+
+
+def member_outputs(model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+    """Return [M, B, ..., C], the outputs of the network with the weights of each current member."""
+    pieces = []
+    with model.members.trunk.run_once():
+        for theta in model.passes(inputs):
+            with model.members.bind(theta):
+                pieces.append(model.outputs(inputs))
+    return torch.cat(pieces)
+
 
 class MemberPredictor:
     """Average the probabilities of the members."""
@@ -34,18 +48,13 @@ class MemberPredictor:
     def check_shown(self) -> None:
         """Accept any members."""
 
-    def member_logits(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
-        """Return [M, B, ..., C] logits of the current members."""
-        pieces = []
-        with model.members.trunk.run_once():
-            for theta in model.passes(inputs):
-                with model.members.bind(theta):
-                    pieces.append(model.outputs(inputs))
-        return torch.cat(pieces)
+    def drawn_outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+        """Return the outputs of the members."""
+        return member_outputs(model, inputs)
 
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the mixture of the members."""
-        logits = self.member_logits(model, inputs)
+        logits = member_outputs(model, inputs)
         return custom_predictives.of_members(logits, model.likelihood, model.spread, model.mixture_temperature)
 
 
@@ -69,7 +78,7 @@ class LinearisedPredictor:
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""
 
-    def member_logits(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+    def drawn_outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
         """Return [M, B, ..., C], f(x, mean) + J (theta - mean) of the members that the model holds, draws of theta.
 
         Raises:

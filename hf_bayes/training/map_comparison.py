@@ -17,9 +17,11 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
     """Return a MAP estimate [1, d]: the posterior's first member, or mean, polished by AdamW on its own energy.
 
     By default that takes a tenth of the gradients that the run took, but no more updates than it had. All processes
-    find the same. None where no update is wanted, or the optimiser diverges.
+    find the same. None where no comparison is wanted (``map_updates=0``), or the optimiser diverges.
     """
     args, method, setup = active.host.args, active.method, active.setup
+    if args.map_updates == 0:
+        return None
     steps = active.problem.num_steps
     mean = posterior.representative[: setup.model.layout.dim]  # without statistics of batch normalisation
     start: Tensor = setup.mesh.share(mean.cpu())[0][None].to(args.device)
@@ -27,8 +29,6 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
         return start
     count = args.map_updates if args.map_updates is not None else -(-steps * method.num_chains // 10)
     count = min(count, steps)
-    if count == 0:
-        return None
     objective = ModelObjective(
         setup.model,
         active.rows.scale,

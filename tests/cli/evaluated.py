@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_bayes.cli.evaluation import Case, Found, evaluate
+from hf_bayes.cli.evaluation import Case, Found, Target, evaluate
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from tests.tiny_models import TEXTS, tiny_tokenizer
@@ -39,7 +39,7 @@ def found_by(
 ) -> Found:
     """Return the statistics of the sets."""
     args, tokenizer = case.arguments(**arguments), tiny_tokenizer()
-    sets = case.read(files, tokenizer, {"labels": names}, args)
+    sets = case.read(files, tokenizer, Target({"labels": names}, None), args)
     return evaluate(model, sets, case, case.collate(tokenizer, sets, args), batch_size=batch_size)
 
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import default_data_collator
 
 from hf_bayes.cli.evaluate_windows import WINDOW_CASE, WindowArguments, windows_of
-from hf_bayes.cli.evaluation import evaluate
+from hf_bayes.cli.evaluation import Target, evaluate
 from hf_bayes.metrics.figures import Array
 from hf_bayes.models.attaching import attach
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
@@ -27,6 +27,14 @@ def test_windows_are_spread_over_the_text(tmp_path: Path) -> None:
     assert some["labels"] == some["input_ids"]
     with pytest.raises(ValueError, match=r"text.txt is shorter than one window of 5000 tokens: give more text"):
         windows_of(str(tmp_path / "text.txt"), tiny_tokenizer(), length=5000, limit=2)
+
+
+@pytest.mark.parametrize(("given", "context", "expected"), [(None, 48, 48), (None, None, 128), (16, 48, 16)])
+def test_windows_fit_the_context(given: int | None, context: int | None, expected: int, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS * 8))
+    files, tokenizer = {"test": str(tmp_path / "text.txt")}, tiny_tokenizer()
+    sets = WINDOW_CASE.read(files, tokenizer, Target({}, context), WindowArguments(length=given))
+    assert {len(row) for row in sets["test"]["input_ids"]} == {expected}
 
 
 def test_tokens_keep_their_window_in_batches_of_any_size() -> None:

@@ -10,6 +10,7 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss
 
 from hf_bayes.cli.evaluate_texts import TextArguments
 from hf_bayes.cli.evaluate_words import WORD_CASE
+from hf_bayes.cli.evaluation import Target
 from hf_bayes.metrics import evaluation_results
 from hf_bayes.models.base import BayesianModel
 from tests.cli.evaluated import SENTENCES, found_by, members_of, write_rows
@@ -82,5 +83,5 @@ def test_rows_that_do_not_fit_end_in_one_sentence(
 ) -> None:
     files = write_rows(tmp_path, tags, text=words)
     with pytest.raises(ValueError, match=message) as caught:
-        WORD_CASE.read(files, tiny_tokenizer(), {"labels": NAMES}, TextArguments(**arguments))
+        WORD_CASE.read(files, tiny_tokenizer(), Target({"labels": NAMES}, None), TextArguments(**arguments))
     assert "\n" not in str(caught.value)

@@ -65,7 +65,7 @@ def work(example: Example) -> None:
 
 def test_an_argument_has_values_words_and_a_default() -> None:
     text = help_text("work", Command(work, (Example,), "work x", first="name"))
-    assert "usage: hf-bayes work [NAME] [FILE] [--NAME VALUE ...]" in text
+    assert "usage: hf-bayes work [NAME | FILE] [--NAME VALUE ...]" in text
     assert "Work on an example, and end." in text
     assert "Not shown" not in text
     lines = [" ".join(line.split()) for line in text.splitlines()]

@@ -33,5 +33,5 @@ def test_windows_overlap_by_half(problem: Callable[[WindowArguments], Problem]) 
 
 def test_the_default_window_is_the_context_of_a_small_model(problem: Callable[[WindowArguments], Problem]) -> None:
     assert len(problem(WindowArguments()).train_dataset[0]["input_ids"]) == 128
-    with pytest.raises(ValueError, match="window=256 is longer than the model's longest context, 128 tokens"):
+    with pytest.raises(ValueError, match="--window=256 is longer than the model's longest context, 128 tokens"):
         problem(WindowArguments(window=256))

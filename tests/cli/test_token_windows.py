@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -110,4 +109,4 @@ def test_windows_collate_with_padding_out_of_the_loss(tokenizer: PreTrainedToken
     ("given", "context", "expected"), [(None, 512, 256), (None, 48, 48), (None, None, 256), (300, 512, 300)]
 )
 def test_a_window_is_no_longer_than_the_context(given: int | None, context: int | None, expected: int) -> None:
-    assert window_length(given, SimpleNamespace(max_position_embeddings=context), default=256) == expected
+    assert window_length(given, context, default=256) == expected

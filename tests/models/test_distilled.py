@@ -110,6 +110,13 @@ def test_a_student_has_no_members() -> None:
         model.predict_by("distilled")
 
 
+def test_the_drawn_outputs_of_a_student_are_its_networks() -> None:
+    student = load("classes")
+    inputs = inputs_of(label_rows(4))
+    with torch.no_grad():
+        assert torch.equal(student.drawn_outputs(inputs), student.member_logits(inputs))
+
+
 def test_a_student_of_other_members_is_refused() -> None:
     other = ensemble("classes", seed=1)
     config = dataclasses.replace(other.config, student=distilled("classes").config.student)

@@ -25,7 +25,7 @@ class Posterior:
 
     def __init__(self, approximation: Any) -> None:
         self.approximation = approximation
-        self.config = SimpleNamespace(calibration={})
+        self.config = SimpleNamespace(calibration={}, layer_factors={})
 
 
 MAKE: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "bert": tiny_bert}
@@ -49,6 +49,16 @@ def test_linearise_exchanges_the_predictor_and_back(name: str) -> None:
         assert (bayesian.predictor.link, bayesian.is_linearised) == ("monte_carlo", True)
         assert not torch.equal(linear, members)
         assert torch.equal(bayesian.predict_by("members")(**batch()).logits, members)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "by_weights"), [("members", True), ("linearised", False), ("single_pass", True)]
+)
+def test_a_predictor_gives_an_output_for_each_member(prediction: str, by_weights: bool) -> None:
+    with torch.no_grad(), gaussian_model("bert") as bayesian:
+        outputs = bayesian.predict_by(prediction).drawn_outputs(batch())
+        assert outputs.shape == bayesian.member_logits(batch()).shape
+        assert torch.equal(outputs, bayesian.member_logits(batch())) == by_weights
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -24,5 +24,6 @@ def test_a_run_prints_a_table_and_at_most_25_other_lines(tmp_path: Path) -> None
         "With nothing set, the run has chosen ensemble" in run.stdout.decode()
     )  # two updates are too few for a sampler
     assert "<span" in (tmp_path / "generated.html").read_text()
+    assert (tmp_path / "nothing-set" / "evaluation" / "uncertainty.png").stat().st_size > 10_000
     for name in ("plain", "plain-4-x-longer", "deep-ensemble-of-4", "nothing-set"):
-        assert (tmp_path / name / "evaluation" / "uncertainty.png").stat().st_size > 10_000
+        assert (tmp_path / name / "manifest.json").exists()

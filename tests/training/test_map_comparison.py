@@ -39,8 +39,9 @@ def test_sgd_iterates_are_no_map_estimate_until_polished(tmp_path, name, polishe
     assert torch.equal(map_of_run(posterior, trainer.active)[0], posterior.representative) is not polished
 
 
-def test_a_map_estimate_may_be_left_out(tmp_path):
-    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4), map_updates=0)
+@pytest.mark.parametrize("name", ["sghmc", "map"])
+def test_a_map_estimate_may_be_left_out(tmp_path, name):
+    trainer = runs.trainer(tmp_path, METHODS[name](), eval_dataset=runs.token_rows(4), map_updates=0)
     trainer.train()
     trainer.save_model()
     assert "map_nll" not in trainer.posterior.config.metrics

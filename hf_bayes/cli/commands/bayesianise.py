@@ -12,11 +12,12 @@ from typing import Any, Literal
 from accelerate import PartialState
 
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.evaluation import TEST
+from hf_bayes.cli.evaluation import TEST, Target
 from hf_bayes.cli.evaluation_cases import CASES, case_of, own_arguments
 from hf_bayes.fit.training_free import fit_training_free, load_adapter, read_adapter
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base_model import describe_head
+from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
 
@@ -79,7 +80,7 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
     case = case_of(config, args.adapter)
     chosen = own_arguments(case, own, args.adapter)
     tokenizer = load_tokenizer(args.adapter, posterior=posterior, base_model=args.base_model)
-    sets = case.read({TEST: args.heldout}, tokenizer, config.head, chosen)
+    sets = case.read({TEST: args.heldout}, tokenizer, Target(config.head, context_of(model.core)[0]), chosen)
     collate = case.collate(tokenizer, sets, chosen)
     found = fit_training_free(
         model, sets[TEST], method, collate=collate, batch_size=args.batch_size, tokenizer=tokenizer, seed=args.seed

@@ -25,6 +25,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_json
 from hf_bayes.core.layout import select
 from hf_bayes.models.base_model import describe
+from hf_bayes.models.input_check import context_of
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checkpoints import newest_complete
 from hf_bayes.training.trainer import BayesianTrainer
@@ -64,7 +65,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     refuse_push(args)
     output, tokenizer = Path(str(args.output_dir)), model_args.load_tokenizer()
     first = _new_model(model_args, args)
-    window = window_length(given.window, first.config, default=2048)
+    window = window_length(given.window, context_of(first.get_base_model())[0], default=2048)
     stride = window // 2 if given.stride is None else given.stride
     cut = {"length": window, "overlap": window - stride, "text_column": given.text_column}
     texts = [load_episode(e, held_out=given.held_out, text_column=given.text_column) for e in given.episodes]

@@ -17,16 +17,18 @@ window, or of a tagger's text, is the mean over its tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from datasets import Dataset
 from rich.console import Console
 
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.data import named_files
-from hf_bayes.cli.evaluation import TEST
+from hf_bayes.cli.data import matching, named_files
+from hf_bayes.cli.evaluation import TEST, Case, Collate, Found, Target
 from hf_bayes.cli.evaluation import evaluate as statistics_of
 from hf_bayes.cli.evaluation_cases import CASES, case_of, head_of, own_arguments
 from hf_bayes.cli.evaluation_figure import plot
@@ -34,6 +36,8 @@ from hf_bayes.cli.evaluation_table import tables
 from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.metrics import evaluation_results
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.custom.weighted import without_weights
@@ -58,17 +62,7 @@ class EvaluationArguments(PosteriorArguments):
 def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     """Measure the scores and the calibration of a posterior, and how well it recognises other inputs.
 
-    The tables are printed; see ``evaluate_quietly`` for the arguments, the files and the errors.
-    """
-    results = evaluate_quietly(args, *own)
-    console = Console(width=100)
-    for table in tables(results, args.posterior):
-        console.print(table)
-    return results
-
-
-def evaluate_quietly(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
-    """Return the results of ``evaluate``, and write them with a figure to results.json and uncertainty.png.
+    Tables are printed, and the results are written with a figure to results.json and uncertainty.png.
 
     Args:
         args: the posterior and the files.
@@ -77,28 +71,41 @@ def evaluate_quietly(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
         ValueError, OSError: for files, columns or labels that do not fit the posterior.
     """
     files = named_files(args.test, args.ood)
+    for file in files.values():
+        matching(file)  # a missing file is found before the model is loaded
     posterior = Posterior.from_pretrained(args.posterior)
     case = case_of(posterior.config, args.posterior)
     chosen = own_arguments(case, own, args.posterior)
     tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
-    sets = case.read(files, tokenizer, head_of(posterior.config, args.posterior), chosen)
-    collate = case.collate(tokenizer, sets, chosen)
     model = case.model_class.from_pretrained(posterior, **args.loading)
+    target = Target(head_of(posterior.config, args.posterior), context_of(model.core)[0])
+    sets = case.read(files, tokenizer, target, chosen)
+    collate = case.collate(tokenizer, sets, chosen)
     model.to(PartialState().device)  # the device that training would use
     model.likelihood = without_weights(model.likelihood)  # each test row counts once
-    found = statistics_of(model, sets, case, collate, batch_size=args.batch_size)
+    found, results = measure(model, sets, case, collate, batch_size=args.batch_size)
+    write(found, results, case, Path(args.output_dir))
+    console = Console(width=100)
+    for table in tables(results, args.posterior):
+        console.print(table)
+    return results
+
+
+def measure(
+    model: BayesianModel, sets: Mapping[str, Dataset], case: Case, collate: Collate, *, batch_size: int = 8
+) -> tuple[Found, dict[str, Any]]:
+    """Return the statistics of each set of encoded rows, "test" among them, and the results of ``evaluate``."""
+    found = statistics_of(model, sets, case, collate, batch_size=batch_size)
     others = {name: statistics for name, statistics in found.items() if name != TEST}
-    results = {
-        "task": posterior.config.task,
-        "members": model.num_members,
-        "temperature": model.mixture_temperature,
-        **evaluation_results(found[TEST], others, case.figures),
-    }
-    directory = Path(args.output_dir)
+    about = {"task": model.task, "members": model.num_members, "temperature": model.mixture_temperature}
+    return found, {**about, **evaluation_results(found[TEST], others, case.figures)}
+
+
+def write(found: Found, results: Mapping[str, Any], case: Case, directory: Path) -> None:
+    """Write the results with a figure to results.json and uncertainty.png of a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_text(json_text(results, indent=2), encoding="utf-8")
     plot(found, results, case.figures).savefig(directory / "uncertainty.png", dpi=150)
-    return results
 
 
 COMMAND = Command(

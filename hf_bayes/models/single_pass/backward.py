@@ -25,6 +25,7 @@ from hf_bayes.core.number_checks import is_count
 from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.input_predictors import member_outputs
 from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, owner_of
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
@@ -120,6 +121,10 @@ class BackwardPredictor:
 
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""
+
+    def drawn_outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+        """Return the outputs of the members, which a single pass does not read."""
+        return member_outputs(model, inputs)
 
     def outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Outputs:
         """Return the means [K, B, C] and the covariances [K, B, C, C] of the outputs."""

@@ -15,6 +15,7 @@ from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
+from hf_bayes.models.input_predictors import member_outputs
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.moments import Moments
@@ -99,6 +100,10 @@ class SinglePassPredictor:
 
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""
+
+    def drawn_outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+        """Return the outputs of the members, which a single pass does not read."""
+        return member_outputs(model, inputs)
 
     def outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the means [K, B, ..., C] and the covariances [K, B, ..., C, C] of the outputs."""

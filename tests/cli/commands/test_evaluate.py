@@ -100,6 +100,19 @@ def test_every_text_of_a_language_model_has_its_figures(tmp_path: Path) -> None:
     assert results["perplexity"] == pytest.approx(np.exp(results["nll"]))
 
 
+def test_a_window_longer_than_the_context_is_refused(
+    tmp_path: Path, posterior: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test.txt").write_text("\n".join(TEXTS * 8))
+    assert main(["evaluate", posterior, "--test", str(tmp_path / "test.txt"), "--length", "129"]) == 2
+    assert "--length=129 is longer than the model's longest context, 128 tokens: lower it" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_found_before_the_model_is_loaded() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file matches 'missing\.txt'"):
+        COMMAND.run(*parse_arguments(*COMMAND.arguments, arguments=["--posterior", "nowhere", "--test", "missing.txt"]))
+
+
 def test_a_classifier_is_evaluated_from_a_table(
     tmp_path: Path, classifier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,8 +174,11 @@ def test_the_command_of_the_page_runs_as_printed(
     ],
 )
 def test_wrong_input_is_refused_in_one_sentence(
-    tmp_path: Path, classifier: str, fields: dict[str, str], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str, fields: dict[str, str], words: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("test.txt", "other.csv"):
+        Path(name).touch()
     usual = {"posterior": classifier, "test": table_of(tmp_path / "test.csv")}
     usual |= {"text_column": "query", "label_column": "parity"}
     flags = [word for name, value in {**usual, **fields}.items() for word in (f"--{name}", value)]
