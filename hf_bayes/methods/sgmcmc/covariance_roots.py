@@ -86,8 +86,11 @@ class FullRoots:
 
     def pack(self, covariance: Covariance) -> Tensor:
         assert isinstance(covariance, Full)
-        basis, inverse_stds, _ = torch.linalg.svd(covariance.precision_cholesky)
-        return torch.cat([1 / inverse_stds, basis.flatten()])
+        factor = covariance.precision_cholesky
+        # in float64: directions that the data do not reach have one singular value, the prior's, and in float32 LAPACK
+        # then fails to converge now and then
+        basis, inverse_stds, _ = torch.linalg.svd(factor.double())
+        return torch.cat([1 / inverse_stds, basis.flatten()]).to(factor)
 
     def product(self, packed: Tensor, vectors: Tensor) -> Tensor:
         stds, basis = self._split(packed)

@@ -91,3 +91,14 @@ def test_a_rotated_tensor_has_the_mean_of_the_priors_variances() -> None:
     found = KroneckerRoots(SHAPES).of_prior(variance)
     assert FullRoots(SHAPES).of_prior(variance).tolist() == [8.5] * 16
     assert found.tolist() == [3.5] * 6 + [7.0, 8.0, 9.0, 10.0] + [13.5] * 6
+
+
+def test_a_full_root_is_decomposed_in_float64() -> None:
+    """In float32, LAPACK fails to converge for some factors, and small stds lose digits."""
+    torch.manual_seed(0)
+    factor = 100 * torch.randn(16, 16).tril(-1) + torch.logspace(0, 3, 16).diag()
+    found = FullRoots(SHAPES).pack(Full(factor))
+    exact = 1 / torch.linalg.svdvals(factor.double())
+    assert found.dtype == torch.float32
+    # the rounding of float32 alone; its own decomposition has 6e-8 * 1e3, the condition number
+    torch.testing.assert_close(found[:16].double(), exact, rtol=1.2e-7, atol=0)
