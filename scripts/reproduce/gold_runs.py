@@ -83,8 +83,12 @@ class Counted:
         return self.objective.data_pass(theta, what, gradient=gradient)
 
 
-def begin(rows: AnyTarget, row: Row, seed: int = 0) -> tuple[StartedRun, Iterator[Any]]:
-    """Return a run before its first update, and the batches of its updates."""
+def begin(rows: AnyTarget, row: Row, seed: int = 0, theta: Tensor | None = None) -> tuple[StartedRun, Iterator[Any]]:
+    """Return a run before its first update, and the batches of its updates.
+
+    Args:
+        theta: [M, d] where the chains start; None leaves it to the library.
+    """
     set_seed(seed)
     n, chains, batch = rows.num_rows, row.method(1).num_chains, row.batch
     num_steps = int((row.passes / chains - row.beside) / row.gradients * n / batch)
@@ -100,7 +104,7 @@ def begin(rows: AnyTarget, row: Row, seed: int = 0) -> tuple[StartedRun, Iterato
 
     started = start_run(
         rows.attached(chains), method, DataScale(float(n), n, n, batch), num_steps=num_steps, learning_rate=None,
-        seed=seed, batch_fraction=batch / n, shared=False, members_per_pass=chains,
+        seed=seed, theta=theta, batch_fraction=batch / n, shared=False, members_per_pass=chains,
         data=DataAccess(lambda numbers: (take(part) for part in _parts(numbers)), n),
         trial_updates=lambda: updates(None),
     )  # fmt: skip
