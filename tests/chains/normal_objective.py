@@ -42,13 +42,21 @@ class OfUpdate:
         return {}
 
     def __call__(
-        self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None, **options: Any
+        self,
+        theta: Tensor,
+        *,
+        gradient: bool = True,
+        batches: slice | None = None,
+        anchor: Tensor | None = None,
+        **options: Any,
     ) -> Evaluation:
         self._objective.last_theta = theta.clone()
         value = sum(-0.5 * theta.square().sum(1) / self._parts for _ in range(self._parts))
         assert isinstance(value, Tensor)
         columns = value[:, None].expand(-1, 4)[:, batches or slice(None)]
-        return Evaluation(value, -theta if gradient else None, batch_log_lik=columns, loss=-value.double())
+        beside = None if anchor is None else -anchor
+        grad = -theta if gradient else None
+        return Evaluation(value, grad, batch_log_lik=columns, loss=-value.double(), anchor_grad=beside)
 
 
 def normal_run(config: Any, *, draw_steps: range = range(3, 6, 2), burn_in: int = 2, seed: int = 0) -> Run:

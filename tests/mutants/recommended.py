@@ -21,7 +21,7 @@ RECOMMENDED = (
           "if self.scales:", "if False:",
           (f"{LADDER}test_a_temperature_is_judged_by_all_chains_scaled_to_it",)),
     Fault("ladder: a choice is not reviewed after the last draw", "methods/ladder.py",
-          "if self.scales and draws.shape[1] == len(self.draws):", "if False:", (f"{FALLS}[4]",)),
+          "if self.scales and draws.shape[1] == len(self.draws):", "if not self.draws:", (f"{FALLS}[4]",)),
     Fault("ladder: no draw after a fall is kept", "methods/ladder.py",
           "if bool(on.any()) else", "if False else", (f"{FALLS}[1]", f"{FALLS}[3]")),
     Fault("ladder: a chain whose temperature falls stays where it went", "methods/ladder.py",

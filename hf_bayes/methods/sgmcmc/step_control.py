@@ -17,6 +17,7 @@ change.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class PathNoise(NamedTuple):
     """The noise of the gradients along the way of each chain.
 
     Attributes:
-        previous: [M, d] the gradient of the last update, along the axes of S.
+        previous: [M, d] the gradient of U in the last update, in whitened coordinates.
         num_seen: [M] int64, gradients since the chain started or was moved.
         variance: [M] V of a direction that the data rule: a mean over about the last ``WINDOW`` pairs.
     """
@@ -70,15 +71,17 @@ def moved(noise: PathNoise) -> PathNoise:
     return noise._replace(num_seen=torch.zeros_like(noise.num_seen))
 
 
-def take(noise: PathNoise, gradient: Tensor, ruled: Tensor) -> PathNoise:
+def take(noise: PathNoise, gradient: Tensor, along: Callable[[Tensor], Tensor], ruled: Tensor) -> PathNoise:
     """Return it after one more update. Within a pair a chain moves by little more than nothing, and noise is new.
 
     Args:
-        gradient: [M, d] of U, along the axes of S.
-        ruled: [M, d] True in directions that the data rule.
+        gradient: [M, d] of U, in whitened coordinates.
+        along: returns vectors [M, d] along the axes of S.
+        ruled: [M, d] True for axes that the data rule.
     """
     count = noise.num_seen + 1
-    squares = torch.where(ruled, (gradient - noise.previous).square(), 0.0).sum(1) / (2 * ruled.sum(1))
+    change = along(gradient - noise.previous)
+    squares = torch.where(ruled, change.square(), 0.0).sum(1) / (2 * ruled.sum(1))
     mean = noise.variance + (squares - noise.variance) / WINDOW
     return PathNoise(gradient, count, torch.where(count % 2 == 0, mean, noise.variance))
 

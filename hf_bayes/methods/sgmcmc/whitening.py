@@ -265,7 +265,7 @@ class WhitenedSampler:
     def _path_after(self, state: Any, gradient: Tensor) -> PathNoise:
         """Return the noise along the way with the gradient of one more update."""
         ruled = _ruled_by_data(self.roots, state.root, self.problem)
-        return step_control.take(_path(state), self.roots.along_axes(state.root, gradient), ruled)
+        return step_control.take(_path(state), gradient, functools.partial(self.roots.along_axes, state.root), ruled)
 
     def _ruled_temperature(self, state: Any, momentum: Tensor) -> Tensor:
         """Return [M] the kinetic temperature along the directions that the data rule, where minibatches heat."""

@@ -25,7 +25,7 @@ def of_gradients(gradients: list[list[float]], variance: float = 4.0) -> Tensor:
     noise = step_control.begin(torch.tensor([variance]), len(gradients[0]))
     ruled = torch.tensor([[True] * (len(gradients[0]) - 1) + [False]])
     for gradient in gradients:
-        noise = step_control.take(noise, torch.tensor([gradient]), ruled)
+        noise = step_control.take(noise, torch.tensor([gradient]), torch.clone, ruled)
     return noise.variance
 
 
@@ -33,6 +33,14 @@ def test_a_pair_counts_half_its_squared_difference() -> None:
     after = of_gradients([[1.0, 5.0, 0.0], [3.0, 1.0, 100.0]])
     pair = (2.0**2 + 4.0**2) / 2 / 2  # over two directions; the third is the prior's
     assert after.item() == pytest.approx(4 + (pair - 4) / WINDOW)
+
+
+def test_changes_are_measured_along_the_axes() -> None:
+    noise = step_control.begin(torch.tensor([4.0]), 2)
+    turned = lambda vectors: vectors.flip(1)  # noqa: E731
+    for gradient in ([1.0, 0.0], [3.0, 50.0]):
+        noise = step_control.take(noise, torch.tensor([gradient]), turned, torch.tensor([[False, True]]))
+    assert noise.variance.item() == pytest.approx(4 + (2.0**2 / 2 - 4) / WINDOW)
 
 
 def test_pairs_have_no_gradient_in_common() -> None:
@@ -43,8 +51,8 @@ def test_pairs_have_no_gradient_in_common() -> None:
 def test_a_chain_that_was_moved_begins_a_new_pair() -> None:
     noise = step_control.begin(torch.tensor([4.0]), 1)
     ruled = torch.tensor([[True]])
-    noise = step_control.take(noise, torch.tensor([[1.0]]), ruled)
-    noise = step_control.take(step_control.moved(noise), torch.tensor([[1e6]]), ruled)
+    noise = step_control.take(noise, torch.tensor([[1.0]]), torch.clone, ruled)
+    noise = step_control.take(step_control.moved(noise), torch.tensor([[1e6]]), torch.clone, ruled)
     assert noise.variance.item() == 4.0
 
 
@@ -55,7 +63,7 @@ def test_the_mean_forgets_where_the_chain_started(start: float) -> None:
     ruled = torch.ones(3, 50, dtype=torch.bool)
     for _ in range(400):
         gradient = 3 * torch.randn(3, 50, generator=rng)
-        noise = step_control.take(noise, gradient, ruled)
+        noise = step_control.take(noise, gradient, torch.clone, ruled)
     # 200 pairs leave (11/12)^200 of the start; about 2 x 12 pairs x 50 directions: 4 %
     assert noise.variance.tolist() == pytest.approx([9.0] * 3, rel=0.16)
 
