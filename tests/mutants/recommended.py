@@ -23,7 +23,7 @@ RECOMMENDED = (
     Fault("ladder: a choice is not reviewed after the last draw", "methods/ladder.py",
           "if self.scales and draws.shape[1] == len(self.draws):", "if not self.draws:", (f"{FALLS}[4]",)),
     Fault("ladder: no draw after a fall is kept", "methods/ladder.py",
-          "if bool(on.any()) else", "if False else", (f"{FALLS}[1]", f"{FALLS}[3]")),
+          "if bool(on.any()) else", "if False else", (f"{FALLS}[1]",)),
     Fault("ladder: a chain whose temperature falls stays where it went", "methods/ladder.py",
           "home, nll = state._replace(theta=state.ladder_looks[:, -1]), None", "home, nll = state, None",
           (f"{FALLS}[1]",)),
