@@ -78,10 +78,8 @@ def fit_laplace(
         subspace: see ``hf_bayes.core.layout.select``; of a BayesianModel it is known.
         prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.models.inherited_prior``).
         noise_std: of a regression head; with ``fit_noise`` in the method None is 1, and it is learnt.
-        likelihood: the likelihood of the labels, such as ``Poisson()`` (docs/likelihoods.md); None takes the one that
-            belongs to the head's configuration. Of a posterior it is known.
-        tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a posterior given as the
-            model.
+        likelihood: of the labels, such as ``Poisson()`` (docs/likelihoods.md); None is that of the head or posterior.
+        tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a given posterior.
         heldout: rows like ``data``, by which ``LaplaceConfig(fit_prior="heldout")`` fits the prior precision.
         seed: of labels drawn for the GGN, of draws that judge a prior.
     Raises:

@@ -176,8 +176,7 @@ class BayesianModel(HostMethods):
             options: ``structure`` ("backward" for classifiers and regressions, "low_rank", "diagonal", or "full" for
                 small models that are no language models), ``rank`` of "backward" or "low_rank",
                 ``deterministic_scores`` (queries and keys at their means; not for "backward"), ``second_order`` of
-                "low_rank" (means to second order: the default except for language models), for classifiers and
-                regressions ``link`` (``gaussian_links.LINKS``).
+                "low_rank" (means to second order; off for language models), for classes and numbers ``link``.
         Raises:
             ValueError: for a posterior that is not Gaussian, or a module without a rule, by its name. The model then
                 predicts as before.

@@ -93,11 +93,9 @@ def start_run(
         inherited: an earlier posterior, which is the prior; None takes the prior of the config.
         mesh: the processes; None is this one alone.
         most_terms, batch_fraction: likelihood terms of the largest row, and the share of the data in a batch, if known.
-        trial_updates: a function that returns the batches of updates, shared by all chains, on which learning rates of
-            AdamW are tried.
+        trial_updates: returns the batches of updates, shared by all chains, to try learning rates of AdamW on.
         found_rate: the rate that this trial has found, for a run that resumes.
-        falls: in a run without a learning rate, the learning rate of an optimiser falls linearly to 0; False leaves
-            that to the caller.
+        falls: without a learning rate, that of an optimiser falls linearly to 0; False leaves this to the caller.
         progress: show a progress bar for the trial.
         options: further arguments of ``ModelObjective``, such as ``shared`` or ``context``.
     Raises:
