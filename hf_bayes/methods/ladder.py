@@ -18,8 +18,8 @@ judged by its own chains, at ``NUM_LOOKS`` times.
 
 The choice comes early. A chain may need longer than burn-in to arrive at a high temperature, and where it arrives may
 predict worse than the places on its way. So the choice of chains that can be scaled is reviewed, after each quarter of
-the draws. Where the chains are now is compared with where they were at the choice, scaled to the next lower
-temperature. If that is better, T falls, the chains go back there, and the draws from before are left out.
+the draws. Where the chains are now (at the end: all draws) is compared with where they were at the choice, scaled to
+the next lower temperature. If that is better, T falls, the chains go back there, and draws from before are left out.
 
 Draws at T < 1 are draws of a tempered posterior. Choosing T by held-out rows does not make them draws of the posterior.
 """
@@ -221,13 +221,21 @@ class _Ladder:
         state = self._on_rung(state, int(nll.argmin()), self.looks[-1])
         return state._replace(ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone())
 
-    def _review(self, state: Any, step: int, data_pass: DataPass) -> Any:
-        """Return the state, or that of the choice at a lower temperature, if half of the rows say that it is better."""
+    def _review(self, state: Any, step: int, data_pass: DataPass, kept: Tensor | None = None) -> Any:
+        """Return the state, or that of the choice at a lower temperature, if half of the rows say that it is better.
+
+        Args:
+            kept: [M, S, d] after the last update, the draws to compare with the chains as they were at the choice.
+        """
         rung = int(state.ladder_rung[0])
         home, nll = state._replace(theta=state.ladder_looks[:, -1]), None
         while (lower := self._below(rung)) is not None:
-            nll = self._nll_at(state, rung, data_pass, "even") if nll is None else nll
-            other = self._nll_at(home, lower, data_pass, "even")
+            if kept is None:
+                nll = self._nll_at(state, rung, data_pass, "even") if nll is None else nll
+                other = self._nll_at(home, lower, data_pass, "even")
+            else:  # as they are: no draw will follow
+                nll = self._nll(kept.flatten(0, 1).to(state.theta), None, "even", data_pass) if nll is None else nll
+                other = self._nll(self._scaled(home, self.rungs[lower]).theta, None, "even", data_pass)
             if not other < nll:
                 break
             rung, nll = lower, other
@@ -245,7 +253,7 @@ class _Ladder:
         independent = (1 + relaxations).clamp_max(len(self.draws))
         return self._nll(state.theta, round(float(independent.sum())), rows, data_pass)
 
-    def _nll(self, draws: Tensor, members: int, rows: str, data_pass: DataPass) -> float:
+    def _nll(self, draws: Tensor, members: int | None, rows: str, data_pass: DataPass) -> float:
         nats: float = data_pass(draws, HeldOut(rows, members), gradient=False)[0]
         return nats
 
@@ -275,7 +283,7 @@ class _Ladder:
     def final_pass(self, state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
         """Return the draws, the held-out scores of the rungs, and the settings that were chosen."""
         if self.scales and draws.shape[1] == len(self.draws):  # a run that was stopped has fewer
-            state = self._review(state, self.draws[-1], data_pass)
+            state = self._review(state, self.draws[-1], data_pass, self._kept(state, draws))
         chosen = self.rungs[int(state.ladder_rung[0])]
         report = {
             "ladder_temperature": [rung.temperature for rung in self.rungs],
