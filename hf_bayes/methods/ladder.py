@@ -230,12 +230,11 @@ class _Ladder:
         rung = int(state.ladder_rung[0])
         home, nll = state._replace(theta=state.ladder_looks[:, -1]), None
         while (lower := self._below(rung)) is not None:
-            if kept is None:
-                nll = self._nll_at(state, rung, data_pass, "even") if nll is None else nll
-                other = self._nll_at(home, lower, data_pass, "even")
-            else:  # as they are: no draw will follow
-                nll = self._nll(kept.flatten(0, 1).to(state.theta), None, "even", data_pass) if nll is None else nll
-                other = self._nll(self._scaled(home, self.rungs[lower]).theta, None, "even", data_pass)
+            if nll is None and kept is not None:
+                nll = self._nll(kept.flatten(0, 1).to(state.theta), None, "even", data_pass)
+            elif nll is None:
+                nll = self._nll_at(state, rung, data_pass, "even")
+            other = self._nll_at(home, lower, data_pass, "even", draws_follow=kept is None)
             if not other < nll:
                 break
             rung, nll = lower, other
@@ -246,9 +245,13 @@ class _Ladder:
         lower = [k for k, rung in enumerate(self.rungs) if rung.temperature < self.rungs[index].temperature]
         return max(lower, key=lambda k: self.rungs[k].temperature, default=None)
 
-    def _nll_at(self, state: Any, index: int, data_pass: DataPass, rows: str = "all") -> float:
-        """Return the held-out NLL of all chains at the temperature of a rung."""
+    def _nll_at(
+        self, state: Any, index: int, data_pass: DataPass, rows: str = "all", *, draws_follow: bool = True
+    ) -> float:
+        """Return the held-out NLL of all chains at the temperature of a rung, for the draws that will follow."""
         state = self._scaled(state, self.rungs[index])
+        if not draws_follow:
+            return self._nll(state.theta, None, rows, data_pass)
         relaxations = (self.draws[-1] - self.draws[0]) / relaxation_of(self.config, state.step_size)
         independent = (1 + relaxations).clamp_max(len(self.draws))
         return self._nll(state.theta, round(float(independent.sum())), rows, data_pass)

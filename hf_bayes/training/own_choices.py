@@ -23,7 +23,7 @@ MAX_DEPARTURE = 1.1
 """The held-out NLL of the draws over that of the chosen rung, above which a run warns."""
 
 NOTABLE_GROWTH = 2.0
-"""The growth of the gradients' variance along the way that a run tells of."""
+"""The growth of the variance of gradients above which a message is logged at the end of a run."""
 
 
 def given_or_recommended(

@@ -1,4 +1,4 @@
-"""What ``fit_laplace`` refuses, before the first pass over the data."""
+"""``fit_laplace`` refuses bad input before the first pass over the data."""
 
 from __future__ import annotations
 

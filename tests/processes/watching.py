@@ -1,4 +1,4 @@
-"""What a process of a launch watches: its first gradient, its messages, and the files that it writes."""
+"""Records of one process of a launch: its first gradient, its messages, and the files that it writes."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Tangents:
 
     @property
     def values(self) -> Tensor | None:
-        """What is held."""
+        """The state that is held."""
         return self.held.value if isinstance(self.held, Later) else self.held
 
     @cached_property
