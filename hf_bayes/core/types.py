@@ -179,10 +179,13 @@ class HeldOutByRow(NamedTuple):
     Attributes:
         part: the rows to score: "all", "even" or "odd".
         num_groups: the number of groups of successive draws, all of one size. Each group is a mixture of its own.
+        num_members: the number of draws of a group that will predict, as in ``HeldOut``. The estimate is made for
+            each row, and may be negative for a single one.
     """
 
     part: str
     num_groups: int = 1
+    num_members: int | None = None
 
 
 class AllRows(NamedTuple):

@@ -19,7 +19,8 @@ judged by its own chains, at ``NUM_LOOKS`` times.
 The choice comes early. A chain may need longer than burn-in to arrive at a high temperature, and where it arrives may
 predict worse than the places on its way. So the choice of chains that can be scaled is reviewed, after each quarter of
 the draws. Where the chains are now (at the end: all draws) is compared with where they were at the choice, scaled to
-the next lower temperature. If that is better, T falls, the chains go back there, and draws from before are left out.
+the next lower temperature. If that is better by more than a standard error (paired by row), T falls, the chains go back
+there, and draws from before are left out. A fall costs draws, so it needs more than chance.
 
 Draws at T < 1 are draws of a tempered posterior. Choosing T by held-out rows does not make them draws of the posterior.
 """
@@ -34,7 +35,18 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
-from hf_bayes.core.types import DataPass, Evaluation, FinalPassResult, HeldOut, Info, Problem, Rngs, Rule
+from hf_bayes.core.types import (
+    DataPass,
+    Evaluation,
+    FinalPassResult,
+    HeldOut,
+    HeldOutByRow,
+    Info,
+    Problem,
+    Rngs,
+    Rule,
+)
+from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.whitening import relaxation_of
@@ -214,10 +226,12 @@ class _Ladder:
         nll = torch.empty(len(self.rungs), dtype=torch.float64)
         for index, rows in _groups(state.ladder_rung):
             if self.scales:
-                nll[index] = self._nll_at(state, index, data_pass)
+                there = self._scaled(state, self.rungs[index])
+                draws, members = there.theta, self._independent_draws(there)
             else:
+                draws = state.ladder_looks[rows].flatten(0, 1)
                 members = self.config.num_chains * self.config.draws_per_chain
-                nll[index] = self._nll(state.ladder_looks[rows].flatten(0, 1), members, "all", data_pass)
+            nll[index] = data_pass(draws, HeldOut("all", members), gradient=False)[0]
         state = self._on_rung(state, int(nll.argmin()), self.looks[-1])
         return state._replace(ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone())
 
@@ -228,16 +242,17 @@ class _Ladder:
             kept: [M, S, d] after the last update, the draws to compare with the chains as they were at the choice.
         """
         rung = int(state.ladder_rung[0])
-        home, nll = state._replace(theta=state.ladder_looks[:, -1]), None
+        home, now = state._replace(theta=state.ladder_looks[:, -1]), None
         while (lower := self._below(rung)) is not None:
-            if nll is None and kept is not None:
-                nll = self._nll(kept.flatten(0, 1).to(state.theta), None, "even", data_pass)
-            elif nll is None:
-                nll = self._nll_at(state, rung, data_pass, "even")
-            other = self._nll_at(home, lower, data_pass, "even", draws_follow=kept is None)
-            if not other < nll:
+            if now is None and kept is not None:
+                now = _by_row(kept.flatten(0, 1).to(state.theta), None, data_pass)
+            elif now is None:
+                now = _by_row(state.theta, self._independent_draws(state), data_pass)
+            there = self._scaled(home, self.rungs[lower])
+            other = _by_row(there.theta, None if kept is not None else self._independent_draws(there), data_pass)
+            if not _is_better(other, now):
                 break
-            rung, nll = lower, other
+            rung, now = lower, other
         return state if rung == int(state.ladder_rung[0]) else self._on_rung(home, rung, step)
 
     def _below(self, index: int) -> int | None:
@@ -245,20 +260,10 @@ class _Ladder:
         lower = [k for k, rung in enumerate(self.rungs) if rung.temperature < self.rungs[index].temperature]
         return max(lower, key=lambda k: self.rungs[k].temperature, default=None)
 
-    def _nll_at(
-        self, state: Any, index: int, data_pass: DataPass, rows: str = "all", *, draws_follow: bool = True
-    ) -> float:
-        """Return the held-out NLL of all chains at the temperature of a rung, for the draws that will follow."""
-        state = self._scaled(state, self.rungs[index])
-        if not draws_follow:
-            return self._nll(state.theta, None, rows, data_pass)
+    def _independent_draws(self, state: Any) -> int:
+        """Return the number of draws that will follow, of which those within a relaxation count in part."""
         relaxations = (self.draws[-1] - self.draws[0]) / relaxation_of(self.config, state.step_size)
-        independent = (1 + relaxations).clamp_max(len(self.draws))
-        return self._nll(state.theta, round(float(independent.sum())), rows, data_pass)
-
-    def _nll(self, draws: Tensor, members: int | None, rows: str, data_pass: DataPass) -> float:
-        nats: float = data_pass(draws, HeldOut(rows, members), gradient=False)[0]
-        return nats
+        return round(float((1 + relaxations).clamp_max(len(self.draws)).sum()))
 
     def _on_rung(self, state: Any, index: int, step: int) -> Any:
         """Return the state with all chains, and the draws after update ``step``, on a rung."""
@@ -306,6 +311,19 @@ class _Ladder:
         """Return the rows of each rung that has chains, the rung, and the state of its method."""
         whole = inner_state(state)
         return [(rows, self.rungs[index], _rows_of(whole, rows)) for index, rows in _groups(state.ladder_rung)]
+
+
+def _by_row(draws: Tensor, members: int | None, data_pass: DataPass) -> RowScores:
+    """Return the scores of one mixture on half of the held-out rows."""
+    (scores,) = data_pass(draws, HeldOutByRow("even", num_members=members), gradient=False)
+    found: RowScores = scores
+    return found
+
+
+def _is_better(other: RowScores, now: RowScores) -> bool:
+    """Whether a score is lower by more than the standard error of the difference."""
+    difference = float((other.nll - now.nll).sum() / now.terms.sum())
+    return difference < -(difference_std_error(other, now) or 0.0)
 
 
 def _groups(on: Tensor) -> list[tuple[int, list[int]]]:

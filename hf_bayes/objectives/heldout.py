@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from hf_bayes.diagnostics.comparison import RowScores
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models.base import BayesianModel
+
+Nats = TypeVar("Nats", float, Tensor)
 
 
 class HeldOutRows:
@@ -89,8 +91,10 @@ class HeldOutRows:
                 places = numbers[start : start + len(counts)]
                 start += len(counts)
                 groups = log_lik.double().unflatten(1, (what.num_groups, -1))
-                mixtures = (groups.logsumexp(2) - math.log(groups.shape[2])).T.cpu()
-                nll.index_add_(1, places.repeat_interleave(counts), -mixtures)
+                size = groups.shape[2]
+                mixed, single = math.log(size) - groups.logsumexp(2), -groups.mean(2)
+                nats = _of_members(mixed, single, size, what.num_members)
+                nll.index_add_(1, places.repeat_interleave(counts), nats.T.cpu())
                 terms[places] = counts
         if self.mesh is not None:
             nll, terms = (self.mesh.sum_over_data(part.to(theta.device)).cpu() for part in (nll, terms))
@@ -130,7 +134,7 @@ class HeldOutRows:
             grad[some] += torch.autograd.grad(loss, leaf)[0]
 
 
-def _of_members(mixed: float, single: float, num_draws: int, num_members: int | None) -> float:
+def _of_members(mixed: Nats, single: Nats, num_draws: int, num_members: int | None) -> Nats:
     """Return the estimated NLL of a mixture of ``num_members`` draws; None is ``num_draws``.
 
     Args:

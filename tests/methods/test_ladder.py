@@ -15,43 +15,11 @@ from transformers import TrainerCallback
 from hf_bayes import LaplaceConfig, MAPConfig, SGHMCConfig, sample
 from hf_bayes.core.types import HeldOut
 from hf_bayes.methods import ladder
-from hf_bayes.methods.registry import METHODS, from_dict
+from hf_bayes.methods.registry import from_dict
 from hf_bayes.training.refusals import require_all_chains
 from tests import runs
+from tests.methods.ladder_runs import CHOICE, LADDER, STEPS, WARM, Watch, config, trainer
 from tests.tiny_models import tiny_bert
-
-STEPS = 48
-LADDER = {"temperature": [1.0, 0.01], "prior_scale": [1.0, 0.5]}
-WARM = {"warm_start_steps": 4, "warm_start_learning_rate": 1e-2}
-CHOICE = 18
-"""The update after which a run of ``STEPS`` updates with a given learning rate chooses: three quarters of burn-in."""
-
-
-class Watch(TrainerCallback):
-    """Keep theta after every update."""
-
-    def __init__(self) -> None:
-        self.theta: list[Tensor] = []
-        self.trainer: Any = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.theta.append(self.trainer.run.theta.clone())
-
-
-def trainer(directory: Path, method: Any, watch: Watch | None = None, *, heldout: int = 200, **changes: Any) -> Any:
-    """Return a run of the last layer of a tiny Bert on labels that can be learnt."""
-    found = runs.trainer(
-        directory, method, model=tiny_bert(), subspace="last_layer", train=runs.label_rows(40, num_labels=3),
-        eval_dataset=runs.label_rows(heldout, num_labels=3, seed=7), callbacks=[watch] if watch else None,
-        **{"max_steps": STEPS, "per_device_eval_batch_size": 100, "logging_strategy": "no", **changes},
-    )  # fmt: skip
-    if watch is not None:
-        watch.trainer = found
-    return found
-
-
-def config(name: str = "sghmc", **fields: Any) -> Any:
-    return METHODS[name](**{"num_chains": 4, "draws_per_chain": 2, "prior_std": 1.0, "ladder": LADDER, **fields})
 
 
 @pytest.mark.parametrize(
@@ -118,14 +86,13 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     asked: list[Tensor] = []
 
     def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
-        if what.part != "all":  # of a review: no temperature is better than another
-            return 0.0, None
         assert what.num_members is not None
         assert 4 <= what.num_members <= 8
         asked.append(theta.clone())
         return (0.0 if len(asked) - 1 == best else 1.0), None
 
     monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
+    monkeypatch.setattr(ladder, "_is_better", lambda other, now: False)  # no review changes the choice
     watch, temperatures = Watch(), [1.0, 0.25]
     run = trainer(tmp_path, config(ladder={"temperature": temperatures}, **WARM), watch, learning_rate=None)
     run.train()
@@ -140,82 +107,6 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     (choice,) = [step for step, theta in enumerate(watch.theta, 1) if torch.equal(theta, unscaled)]
     assert choice == 4 + 3 * ((run.active.problem.burn_in - 4) // 4)
     assert run.method.temperature == temperatures[best]
-
-
-def test_draws_within_a_relaxation_count_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[HeldOut] = []
-
-    def data_pass(theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
-        asked.append(what)
-        return 0.0, None
-
-    monkeypatch.setattr(ladder._Ladder, "_scaled", lambda self, state, rung: state)
-    parts = ladder._Ladder(SGHMCConfig(), (ladder.Rung(1.0, 1.0, None),), (50,), True, (100, 150, 200), ())  # type: ignore[arg-type]
-    # (1 - 0.9) / h^2 is 2.5 updates and 1,000 of them; the draws span 100
-    parts._nll_at(SimpleNamespace(theta=torch.zeros(2, 3), step_size=torch.tensor([0.2, 0.01])), 0, data_pass)
-    assert asked == [HeldOut("all", round(3 + 1.1))]
-
-
-@pytest.mark.parametrize("falls_after", [1, 3, 4, None])
-def test_a_temperature_falls_when_a_lower_one_becomes_better(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, falls_after: int | None
-) -> None:
-    """Check four reviews, the last of them after the last draw. The scores are planted; the third rung never wins."""
-    seen, watch = list[Tensor](), Watch()
-    temperatures = [1.0, 0.25, 0.04, 1e-4]
-    choice: list[Tensor] = []
-
-    def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
-        if what.part == "all":
-            choice.append(theta.clone())
-            return float(len(choice)), None
-        assert (what.num_members is None) == (len(run.run.draws) == 4)  # at the end nothing is extrapolated
-        seen.append(theta.clone())
-        reviews = math.inf if falls_after is None else 2 * falls_after - 2
-        return {0: 1.0, 1: 0.5}.get(len(seen) - 1 - reviews, 2.0 + len(seen)), None
-
-    monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
-    settings = config(ladder={"temperature": temperatures}, draws_per_chain=4, **WARM)
-    run = trainer(tmp_path, settings, watch, learning_rate=None, max_steps=60)
-    run.train()
-    assert run.method.temperature == (1.0 if falls_after is None else 0.25)
-    origin, raw = run.run.state.origin, torch.stack(run.run.draws, 1)
-    kept = run.posterior.approximation.theta.unflatten(0, (4, -1))
-    if falls_after is None:
-        assert torch.equal(kept, raw)
-        return
-    now, lower, lowest = seen[2 * falls_after - 2 :][:3]
-    # what would be kept: after the last draw all draws, and before it what follows from here
-    assert torch.equal(now, raw.flatten(0, 1) if falls_after == 4 else raw[:, falls_after - 1])
-    home = choice[0]  # at T = 1
-    assert falls_after == 4 or not torch.allclose(home, now)
-    torch.testing.assert_close(lower - origin, 0.5 * (home - origin))
-    torch.testing.assert_close(lowest - origin, 0.2 * (home - origin))
-    assert torch.equal(kept, lower[:, None] if falls_after == 4 else raw[:, falls_after:])
-    if falls_after < 4:
-        after = watch.theta[run.run.problem.draw_steps[falls_after - 1]]  # one update later
-        assert (after - lower).abs().max() < (after - now).abs().max()
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, ()), (2, (10,)), (4, (10, 20, 30)), (9, (30, 50, 70))])
-def test_a_choice_is_reviewed_after_each_quarter(count: int, expected: tuple[int, ...]) -> None:
-    draws = tuple(range(10, 10 * count + 1, 10))
-    assert ladder._reviews(draws, 5) == expected
-    assert ladder._reviews(draws, 25) == tuple(step for step in expected if step > 25)
-
-
-@pytest.mark.parametrize(("at_choice", "warns"), [(0.5, True), (100.0, False)])
-def test_draws_that_left_a_good_place_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_choice: float, warns: bool
-) -> None:
-    """The score at the choice is planted; that of the draws, log 3 about, is their own."""
-    monkeypatch.setattr(
-        "hf_bayes.objectives.model_objective.ModelObjective.heldout", lambda *args, **kwargs: (at_choice, None)
-    )
-    run = trainer(tmp_path, config(ladder={"temperature": [1.0, 0.25]}, **WARM), learning_rate=None)
-    run.train()
-    nll = run.posterior.config.calibration["nll"]
-    assert (f"{nll:.4g} nats under the draws, and had 0.5 under the chains when T" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("best", [0, 1])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 LADDER = "methods/test_ladder.py::"
+REVIEWS = "methods/test_ladder_reviews.py::"
 CHOICE = f"{LADDER}test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture"
-FALLS = f"{LADDER}test_a_temperature_falls_when_a_lower_one_becomes_better"
+FALLS = f"{REVIEWS}test_a_temperature_falls_when_a_lower_one_becomes_better"
 
 # fmt: off
 RECOMMENDED = (
@@ -25,8 +26,11 @@ RECOMMENDED = (
     Fault("ladder: no draw after a fall is kept", "methods/ladder.py",
           "if bool(on.any()) else", "if False else", (f"{FALLS}[1]",)),
     Fault("ladder: a chain whose temperature falls stays where it went", "methods/ladder.py",
-          "home, nll = state._replace(theta=state.ladder_looks[:, -1]), None", "home, nll = state, None",
+          "home, now = state._replace(theta=state.ladder_looks[:, -1]), None", "home, now = state, None",
           (f"{FALLS}[1]",)),
+    Fault("ladder: a review has no margin for chance", "methods/ladder.py",
+          "return difference < -(difference_std_error(other, now) or 0.0)", "return difference < 0.0",
+          (f"{REVIEWS}test_chance_alone_makes_no_temperature_fall[1.2-False]",)),
     Fault("ladder: the record keeps the temperature of before", "methods/ladder.py",
           '{"ladder": None, "temperature": chosen.temperature}', '{"ladder": None}',
           (f"{LADDER}test_the_record_and_the_rest_of_the_run_have_the_chosen_settings",)),

@@ -82,6 +82,9 @@ def test_the_scores_of_rows_add_up_to_the_mixtures(family: str, part: str, task:
             nats, _ = ask()(draws[3 * group : 3 * group + 3], HeldOut("even"), gradient=False)
             assert scores.nll.sum() / scores.terms.sum() == pytest.approx(nats, abs=1e-12)
             assert len(scores.nll) == -(-len(made.rows) // 2)
+        for group, scores in enumerate(ask().by_row(draws, HeldOutByRow("all", num_groups=2, num_members=64))):
+            nats, _ = ask()(draws[3 * group : 3 * group + 3], HeldOut("all", 64), gradient=False)
+            assert scores.nll.sum() / scores.terms.sum() == pytest.approx(nats, abs=1e-12)
         alone = [ask().by_row(draws[:1], HeldOutByRow(part))[0].nll for part in ("all", "even")]
         assert alone[0][::2] == pytest.approx(alone[1], abs=1e-12)  # the order of the rows
         shares = [ask(OneOfTwo(rank)).by_row(draws[:1], HeldOutByRow("all"))[0] for rank in range(2)]
