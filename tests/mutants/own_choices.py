@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 WHITENED = "methods/sgmcmc/test_whitening.py::"
+ALONG = "methods/sgmcmc/test_steps_along_the_way.py::"
 DIRECTIONS = f"{WHITENED}test_all_directions_have_the_posteriors_variance[1.0-sghmc]"
 STEP_SIZE = f"{WHITENED}test_the_step_size_is_that_of_the_allowed_heating"
-HOT = f"{WHITENED}test_a_chain_that_heats_takes_smaller_steps[heat]"
+HOT = f"{ALONG}test_a_chain_that_heats_takes_smaller_steps[heat]"
 ROOTS = "methods/sgmcmc/test_covariance_roots.py::"
 
 # fmt: off
@@ -37,7 +38,7 @@ OWN_CHOICES = (
           "SHRINKAGE = 0.8", "SHRINKAGE = 1.0", (HOT,)),
     Fault("whitening: noise that grows along the way leaves the step as it was", "methods/sgmcmc/step_control.py",
           "MAX_GROWTH = 2.0", "MAX_GROWTH = math.inf",
-          (f"{WHITENED}test_noise_that_grows_along_the_way_shrinks_the_step[True]",)),
+          (f"{ALONG}test_noise_that_grows_along_the_way_shrinks_the_step[True]",)),
     Fault("whitening: a chain that was moved keeps the gradient of its old place", "methods/sgmcmc/step_control.py",
           "noise._replace(num_seen=torch.zeros_like(noise.num_seen))", "noise",
           ("methods/sgmcmc/test_step_control.py::test_a_chain_that_was_moved_begins_a_new_pair",)),

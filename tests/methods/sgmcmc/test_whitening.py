@@ -3,96 +3,32 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.run import Run
-from hf_bayes.core.rng import chain_generators, generator
-from hf_bayes.core.types import AllRows, Evaluation, Problem
-from hf_bayes.distributions.energy import GaussianPrior
-from hf_bayes.methods.laplace.curvature import DiagonalCurvature
-from hf_bayes.methods.registry import build
+from hf_bayes.core.rng import chain_generators
+from hf_bayes.core.types import Evaluation
 from hf_bayes.methods.sgmcmc import step_control, whitening
-from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
 from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
-from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
 from hf_bayes.methods.sgmcmc.whitening import MAX_STEP, num_measured
-
-PRIOR_STD = 0.5
-CURVATURE = torch.cat([torch.full((20,), h) for h in (1e6, 1e3, 40.0, 0.01)]).double()
-"""H: stiff, softer, ruled by the data in part (tau is 4), and ruled by the prior."""
-SAMPLERS = [SGHMCConfig, SGLDConfig, BAOABConfig, SGNHTConfig]
-
-
-class GaussianData:
-    """log p(D | theta) = -sum H theta^2 / 2, with gradient noise of variance ``noise`` H.
-
-    The noise at an anchor is the same if ``common``, so that a control variate removes it, otherwise it is independent.
-    """
-
-    words = FailureWords("log-likelihood", "gradient", "update", "look")
-
-    def __init__(self, noise: float = 0.0, chains: range = range(4), *, common: bool = False) -> None:
-        self.noise, self.common, self.passes, self.anchors = noise, common, 0, 0
-        self.rngs = [generator("noise", chain) for chain in chains]
-
-    def for_update(self, batches: list[Any], *, step: int, inside: Tensor | None = None) -> Any:
-        return self
-
-    def __call__(self, theta: Tensor, *, anchor: Tensor | None = None, **options: Any) -> Any:
-        noise = torch.stack([torch.randn(2, len(CURVATURE), generator=rng, dtype=torch.float64) for rng in self.rngs])
-        noise = (self.noise * CURVATURE).sqrt() * noise
-        grad = -CURVATURE * theta + noise[:, 0]
-        self.anchors += anchor is not None
-        beside = None if anchor is None else -CURVATURE * anchor + noise[:, 0 if self.common else 1]
-        return Evaluation(-0.5 * (CURVATURE * theta.square()).sum(1), grad, anchor_grad=beside)
-
-    def info(self) -> dict[str, Tensor]:
-        return {}
-
-    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        if isinstance(what, AllRows):
-            return -CURVATURE * theta
-        self.passes += 1
-        return SimpleNamespace(curvature=DiagonalCurvature(CURVATURE))
-
-    def place_of(self, column: int) -> str:
-        return ""
-
-
-def run_of(config: LangevinConfig, objective: GaussianData, *, steps: int, chains: range = range(4)) -> Run[Any]:
-    prior = GaussianPrior(torch.tensor(0.0).double(), torch.tensor(PRIOR_STD).double())
-    problem = Problem(
-        num_data=1000, prior=prior, learning_rate=1.0, num_steps=steps, burn_in=steps // 4,
-        shapes={"w": (len(CURVATURE),)}, draw_steps=range(steps // 4 + 10, steps + 1, 10), own_step_size=True,
-    )  # fmt: skip
-    theta = torch.zeros(len(chains), len(CURVATURE), dtype=torch.float64)
-    rngs = chain_generators(0, 4, chains=chains)
-    return Run(build(config, problem), objective, theta, rngs, problem, chains=chains)
-
-
-def finished(
-    config: LangevinConfig, noise: float = 0.0, *, steps: int = 4000, chains: range = range(4), common: bool = False
-) -> Run[Any]:
-    run = run_of(config, GaussianData(noise, chains, common=common), steps=steps, chains=chains)
-    for _ in range(steps):
-        run.update([None], 1.0)
-    return run
-
-
-def relative_variances(run: Run[Any]) -> list[float]:
-    """Return E theta^2 (H + tau) of each of the four kinds of directions."""
-    draws = torch.stack(run.draws, 1)
-    squares = (draws.square() * (CURVATURE + PRIOR_STD**-2)).mean((0, 1))
-    return [float(part.mean()) for part in squares.split(20)]
+from tests.methods.sgmcmc.gaussian_runs import (
+    CURVATURE,
+    PRIOR_STD,
+    SAMPLERS,
+    GaussianData,
+    StiffElsewhere,
+    every_update,
+    finished,
+    relative_variances,
+    run_of,
+)
 
 
 @pytest.mark.statistics
@@ -215,72 +151,6 @@ def test_the_learning_rate_is_a_factor_of_the_squared_step() -> None:
     torch.testing.assert_close(run.theta, (1 - 0.25 * MAX_STEP**2) * start, rtol=1e-8, atol=1e-8)
 
 
-class StiffElsewhere(GaussianData):
-    """A curvature that is 400 times as large once the chain has begun to move, as where another factor has grown."""
-
-    def __call__(self, theta: Tensor, **options: Any) -> Any:
-        found = super().__call__(theta, **options)
-        stiff = 400 if bool((theta != 0).any()) else 1
-        found = found._replace(log_lik=stiff * found.log_lik, grad_log_lik=stiff * found.grad_log_lik)
-        return found._replace(anchor_grad=None if found.anchor_grad is None else 400 * found.anchor_grad)
-
-
-@pytest.mark.parametrize("guard", ["heat", "growth", None])
-def test_a_chain_that_heats_takes_smaller_steps(monkeypatch: pytest.MonkeyPatch, guard: str | None) -> None:
-    """Heat shows a step that is too large, and so does a gradient that changes much within one step."""
-    if guard != "heat":
-        monkeypatch.setattr(step_control, "MAX_HEAT", math.inf)
-    if guard != "growth":
-        monkeypatch.setattr(step_control, "MAX_GROWTH", math.inf)
-    run = run_of(SGHMCConfig(), StiffElsewhere(), steps=800)
-    if guard is None:  # the broken twin
-        with pytest.raises(FloatingPointError):
-            _all(run, 800)
-        return
-    law = _all(run, 800)[-1]["kinetic_temperature_law"]
-    # h^2 lambda has to come below 2 (1 + beta); the heat that is left is below the guard's mark, 1 + 6 sqrt(2 / 80)
-    stable = (3.8 / 400) ** 0.5
-    least = {"heat": 0.2 * stable, "growth": 0.3 * MAX_STEP / 20}  # MAX_STEP / 20 is right for this curvature
-    assert bool((run.state.step_size < stable).all())
-    assert bool((run.state.step_size > least[guard]).all())
-    assert bool((run.state.whitened_momentum.square().mean(1) < 1.95 * law).all())
-    assert float((400 * CURVATURE + PRIOR_STD**-2).sqrt().mul(run.theta).abs().max()) < 20
-
-
-class NoisierAway(GaussianData):
-    """Noise that is 11 times as large at a typical draw of the posterior as at its mode."""
-
-    def __call__(self, theta: Tensor, **options: Any) -> Any:
-        away = (theta.square() * (CURVATURE + PRIOR_STD**-2))[:, :60].mean(1, keepdim=True)
-        exact = -CURVATURE * theta
-        found = super().__call__(theta, **options)
-        return found._replace(grad_log_lik=exact + (1 + 10 * away).sqrt() * (found.grad_log_lik - exact))
-
-
-@pytest.mark.statistics
-@pytest.mark.parametrize("guarded", [True, False])
-def test_noise_that_grows_along_the_way_shrinks_the_step(monkeypatch: pytest.MonkeyPatch, guarded: bool) -> None:
-    """A step size for the noise of the mode heats by 11 times what is allowed, and heat makes noise."""
-    monkeypatch.setattr(step_control, "MAX_HEAT", math.inf)  # three quarters of the directions are heated: it sees them
-    if not guarded:  # the broken twin
-        monkeypatch.setattr(step_control, "MAX_GROWTH", math.inf)
-    run = run_of(SGHMCConfig(heating=0.05, whitening="diagonal"), NoisierAway(2.0), steps=6000)
-    growth = _all(run, 6000)[-1]["noise_growth"]
-    stiff, softer, *_ = relative_variances(run)
-    # V is 22, and h was last set when V was at least half of that: a relaxation of 110 to 220 updates. The mean over
-    # 4 chains x 4,500 / 220 x 20 directions has a standard error of 3.5 %; heating is 5 to 10 %
-    if guarded:
-        assert growth.tolist() == pytest.approx([11.0] * 4, rel=0.5)
-        assert 0.9 < stiff < 1.2
-        assert 0.9 < softer < 1.2
-    else:
-        assert min(stiff, softer) > 2
-
-
-def _all(run: Run[Any], steps: int) -> list[dict[str, Tensor]]:
-    return [run.update([None], 1.0).info for _ in range(steps)]
-
-
 @pytest.mark.parametrize(("steps", "measured"), [(20, 4), (200, 4), (300, 6), (500, 10), (5000, 24)])
 def test_measuring_takes_a_fiftieth_of_a_run(steps: int, measured: int) -> None:
     assert num_measured(steps) == measured
@@ -307,7 +177,7 @@ def test_an_anchor_off_the_mode_moves_no_chain(monkeypatch: pytest.MonkeyPatch, 
     run = run_of(SGHMCConfig(), GaussianData(30.0, common=True), steps=400)
     std = (CURVATURE + PRIOR_STD**-2).rsqrt()
     run._start = 2 * std.expand_as(run.theta)
-    _all(run, 400)
+    every_update(run, 400)
     mean = float((torch.stack(run.draws)[-20:] / std)[:, :, :40].mean())
     # of 160 elements at 200 updates, about 80 relaxations: a standard error of 1 %
     assert mean == pytest.approx(0.0 if sound else 2.0, abs=0.1)
@@ -316,7 +186,7 @@ def test_an_anchor_off_the_mode_moves_no_chain(monkeypatch: pytest.MonkeyPatch, 
 def test_the_anchor_is_evaluated_only_where_it_pays() -> None:
     for common in (True, False):
         objective = GaussianData(30.0, common=common)  # the slope's standard error is sqrt(2 * 30 / (20 * 60)) = .22
-        found = _all(run_of(SGHMCConfig(), objective, steps=1000), 60)[num_measured(1000)]
+        found = every_update(run_of(SGHMCConfig(), objective, steps=1000), 60)[num_measured(1000)]
         assert found["trial_fits"].tolist() == [1.0] * 4
         assert found["trial_anchored"].tolist() == [float(common)] * 4
         assert objective.anchors == (60 if common else num_measured(1000))
@@ -325,19 +195,19 @@ def test_the_anchor_is_evaluated_only_where_it_pays() -> None:
 @pytest.mark.parametrize("stop", [2, num_measured(100), 20])
 def test_a_run_resumes_bitwise_in_the_trial_and_after_it(stop: int) -> None:
     whole, part = (run_of(SGHMCConfig(), GaussianData(30.0, common=True), steps=100) for _ in range(2))
-    _all(whole, 40)
-    _all(part, stop)
+    every_update(whole, 40)
+    every_update(part, stop)
     objective = GaussianData(30.0, common=True)
     objective.rngs = part.objective.rngs  # the data go on, too
     resumed = run_of(SGHMCConfig(), objective, steps=100)
     resumed.load_state_dict(part.state_dict(), stop)
-    _all(resumed, 40 - stop)
+    every_update(resumed, 40 - stop)
     assert torch.equal(resumed.theta, whole.theta)
 
 
 def test_chains_start_at_draws_of_an_approximation_that_fits() -> None:
     run = run_of(SGHMCConfig(), GaussianData(), steps=400)
-    _all(run, num_measured(400) + 1)
+    every_update(run, num_measured(400) + 1)
     # one step of h = .2 away from the draw, whose whitened distance from theta_0 is about sqrt(80)
     whitened = run.theta * (CURVATURE + PRIOR_STD**-2).sqrt()
     assert whitened.square().mean(1).tolist() == pytest.approx([1.0] * 4, abs=6 * math.sqrt(2 / 80))
@@ -345,7 +215,7 @@ def test_chains_start_at_draws_of_an_approximation_that_fits() -> None:
 
 def test_chains_start_at_theta_0_where_the_curvature_is_another() -> None:
     run = run_of(SGHMCConfig(), StiffElsewhere(), steps=400)
-    found = _all(run, num_measured(400) + 1)[-1]
+    found = every_update(run, num_measured(400) + 1)[-1]
     assert bool((found["trial_slope"] > 100).all())
     assert found["trial_fits"].tolist() == [0.0] * 4
     assert float(run.theta.abs().max()) < 0.5
