@@ -37,7 +37,7 @@ def part(page: str, begin: str | None = None, end: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("copied", "source"),
     [
-        (("README.md",), ("docs/results/encoder_table.md",)),
+        (("README.md",), ("docs/results/recommend.md", "<!-- clinc_last: begin -->", "<!-- clinc_last: end -->")),
         (
             ("docs/benchmarks.md", None, "<!-- cpu: begin -->"),
             ("docs/benchmarks.md", "<!-- cpu: begin -->", "<!-- cpu: end -->"),
