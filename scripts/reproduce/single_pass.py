@@ -83,7 +83,7 @@ def add_figures(
     student = kept(work, f"{label}, student", lambda: scores.student_of(subject, posterior))
     groups = ranks.members_of(subject, posterior, work, label)
     ranks.compared(subject, posterior, student, found, save, groups)
-    if "scores" not in found:
+    if not has_scores(found, task):
         found["scores"] = scores.cross_fitted(
             subject, posterior, student, groups["held out"][ranks.HALVES[0]].log_probs
         )
@@ -93,11 +93,17 @@ def add_figures(
         record["modules"] = modules.modules(subject, posterior)
 
 
+def has_scores(found: Mapping[str, Any], task: str) -> bool:
+    """Check that a subject has the scores of all ways to predict."""
+    wanted = {*scores.WAYS, *([] if task == "language model" else [scores.WIDE])}
+    return wanted <= set(found.get("scores", {}))
+
+
 def is_complete(found: Mapping[str, Any], task: str) -> bool:
     """Check that a subject has all its figures."""
     own = {"linearised", *(way for way in ranks.WAYS if way.startswith("backward") or way.endswith("mean weights"))}
     ways = set(ranks.WAYS) - (own if task == "language model" else set())
-    return found.get("settings") == SETTINGS and ways <= set(found.get("ways", {})) and "scores" in found
+    return found.get("settings") == SETTINGS and ways <= set(found.get("ways", {})) and has_scores(found, task)
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:

@@ -18,6 +18,10 @@ from hf_bayes.models.attaching import MODELS
 from scripts.reproduce.report import table
 from scripts.reproduce.single_pass_subjects import Batch, Subject, unbatched
 
+WAYS = ("mean network", "32 members", "single pass", "single pass, calibrated", "student")
+WIDE = "single pass, low rank, 16"
+"""A way of classifiers, whose "single pass" goes backward unless the posterior is SWAG."""
+
 RESAMPLES = 1000
 """The number of resamples of the standard error of a difference of areas."""
 
@@ -71,6 +75,9 @@ def cross_fitted(
     terms["32 members"] = of_log_probs(members, rows, is_causal=subject.task == "causal_lm")
     model.single_pass()
     terms["single pass"] = per_term(model, rows)
+    if subject.task != "causal_lm":
+        model.single_pass(structure="low_rank", rank=16)
+        terms[WIDE] = per_term(model, rows)
     model.detach()
     parts: list[dict[str, Any]] = []
     for fitted, tested in (halves, halves[::-1]):
