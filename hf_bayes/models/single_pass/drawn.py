@@ -30,8 +30,10 @@ from hf_bayes.models.single_pass.tangents import Tangents
 RANK = 16
 """The default number of columns. A pass costs at least as much as so many members."""
 
-LEADING = 4
-"""The default number of columns if the posterior has as many leading columns, which are no draws and have no noise."""
+LEADING = 8
+"""The default number of columns if the posterior has as many leading columns, which are no draws and have no noise.
+
+Four of a SWAG posterior left out so much of a classifier that inputs were ranked worse (docs/results/single_pass.md)."""
 
 SEED = 0
 """The seed of the draws. They are the same in all passes, so that caches and repeated predictions agree."""
