@@ -96,13 +96,13 @@ def add_figures(
 def has_scores(found: Mapping[str, Any], task: str) -> bool:
     """Check that a subject has the scores of all ways to predict."""
     wanted = {*scores.WAYS, *([] if task == "language model" else [scores.WIDE])}
-    return wanted <= set(found.get("scores", {}))
+    rows = found.get("scores", {})
+    return wanted <= set(rows) and all(set(scores.RIVALS) <= set(row) for row in rows.values())
 
 
 def is_complete(found: Mapping[str, Any], task: str) -> bool:
     """Check that a subject has all its figures."""
-    own = {"linearised", *(way for way in ranks.WAYS if way.startswith("backward") or way.endswith("mean weights"))}
-    ways = set(ranks.WAYS) - (own if task == "language model" else set())
+    ways = set(ranks.WAYS) - (ranks.CLASSIFIERS_ONLY if task == "language model" else ranks.WORDS_ONLY)
     return found.get("settings") == SETTINGS and ways <= set(found.get("ways", {})) and has_scores(found, task)
 
 
