@@ -19,8 +19,11 @@ from scripts.reproduce.report import table
 from scripts.reproduce.single_pass_subjects import Batch, Subject, unbatched
 
 WAYS = ("mean network", "32 members", "single pass", "single pass, calibrated", "student")
-WIDE = "single pass, low rank, 16"
-"""A way of classifiers, whose "single pass" goes backward unless the posterior is SWAG."""
+ANOTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "sequence_classification": ("single pass, low rank, 16", {"structure": "low_rank", "rank": 16}),
+    "causal_lm": ("single pass, diagonal", {"structure": "diagonal"}),
+}
+"""Task -> another structure than the default, and its settings."""
 
 RIVALS = ("mean network", "single pass")
 """The predictions whose area is subtracted."""
@@ -78,9 +81,9 @@ def cross_fitted(
     terms["32 members"] = of_log_probs(members, rows, is_causal=subject.task == "causal_lm")
     model.single_pass()
     terms["single pass"] = per_term(model, rows)
-    if subject.task != "causal_lm":
-        model.single_pass(structure="low_rank", rank=16)
-        terms[WIDE] = per_term(model, rows)
+    label, options = ANOTHER[subject.task]
+    model.single_pass(**options)
+    terms[label] = per_term(model, rows)
     model.detach()
     parts: list[dict[str, Any]] = []
     for fitted, tested in (halves, halves[::-1]):
