@@ -89,9 +89,9 @@ def attention_columns(
     (q, dq), (k, dk), (v, dv) = pairs = [_at_drift(pair) for pair in (query, key, value)]
     weights = weights_of(q, k)
     here = weights @ v
-    found: list[Tensor] = []
-    drift = here - before
     count = next(len(columns) for _, columns in pairs if columns is not None)
+    found = torch.empty((count + 1, *here.shape), dtype=here.dtype, device=here.device)
+    found[-1] = here - before
     for index in range(count):  # one column at a time: each has scores [B, H, T, S] of its own
         noise = None if dv is None else dv[index]
         column = torch.zeros_like(before) if noise is None else weights @ noise
@@ -101,9 +101,9 @@ def attention_columns(
             part = weights * scores
             column = column + (part - weights * part.sum(-1, keepdim=True)) @ v
             step = LEADING_STEP if index < shared else float(count - shared) ** 0.5
-            drift = drift + attention_shift(weights_of, here, pairs, index, step)
-        found.append(column)
-    return torch.stack([*found, drift])
+            found[-1] += attention_shift(weights_of, here, pairs, index, step)
+        found[index] = column
+    return found
 
 
 def attention_shift(
