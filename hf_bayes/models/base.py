@@ -176,7 +176,7 @@ class BayesianModel(HostMethods):
             options: ``structure`` ("backward" for classifiers and regressions, "low_rank", "diagonal", or "full" for
                 small models that are no language models), ``rank`` of "backward" or "low_rank",
                 ``deterministic_scores`` (queries and keys at their means; not for "backward"), ``second_order`` of
-                "low_rank" (means to second order; off for language models), for classes and numbers ``link``.
+                "low_rank" (means with their drift, the default), for classes and numbers ``link``.
         Raises:
             ValueError: for a posterior that is not Gaussian, or a module without a rule, by its name. The model then
                 predicts as before.

@@ -3,9 +3,9 @@
     python -m scripts.reproduce.single_pass --work out/single_pass
 
 The classifier is the MiniLM encoder with LoRA in its last two blocks, trained to find the module of a docstring of
-Python's library. The language model is a small Llama, trained on docstrings, with LoRA in its last two blocks. Both
-have posteriors of four kinds. A later call adds only missing figures. With ``--work`` it also finds the posteriors and
-the predictions of their members again.
+Python's library. The language model is a small Llama, trained on docstrings, with LoRA in its last two blocks or in all
+three. All have posteriors of four kinds. A later call adds only missing figures. With ``--work`` it also finds the
+posteriors and the predictions of their members again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scripts.reproduce.report import RESULTS, as_text, keep
 from scripts.reproduce.single_pass_subjects import LENGTH, Subject, classifier, kept, language_model, posteriors
 
 NAME = "single_pass"
-TASKS = ("classifier", "language model")
+TASKS = ("classifier", "language model", "language model, all blocks")
 KINDS = ("diagonal Laplace", "SWAG", "mean field", "K-FAC Laplace")
 
 SETTINGS = {"tokens": LENGTH, "reference": sum(ranks.GROUPS[index] for index in ranks.HALVES)}
@@ -47,7 +47,6 @@ def experiment(path: Path, labels: Iterable[tuple[str, str]], work: Path | None 
         work: a folder that keeps the posteriors and the predictions of members for later calls; None keeps none.
     """
     record = json.loads(path.read_text()) if path.exists() else {}
-    record.pop("seconds", None)
 
     def save() -> None:
         path.write_text(as_text(record))
@@ -56,6 +55,7 @@ def experiment(path: Path, labels: Iterable[tuple[str, str]], work: Path | None 
         makers: dict[str, Callable[[], Subject]] = {
             "classifier": functools.cache(classifier),
             "language model": functools.cache(lambda: language_model(Path(directory))),
+            "language model, all blocks": functools.cache(lambda: language_model(Path(directory), [0, 1, 2])),
         }
         for task, kind in labels:
             label = f"{task}, {kind}"
@@ -70,7 +70,7 @@ def experiment(path: Path, labels: Iterable[tuple[str, str]], work: Path | None 
             found["processor seconds"] = round(found.get("processor seconds", 0) + time.process_time() - begin)
             save()
             print(label, found, flush=True)
-    return record
+    return record | {"seconds": sum(found.get("processor seconds", 0) for found in record["subjects"].values())}
 
 
 def add_figures(
@@ -83,7 +83,7 @@ def add_figures(
     student = kept(work, f"{label}, student", lambda: scores.student_of(subject, posterior))
     groups = ranks.members_of(subject, posterior, work, label)
     ranks.compared(subject, posterior, student, found, save, groups)
-    if "scores" not in found:
+    if not has_scores(found, task):
         found["scores"] = scores.cross_fitted(
             subject, posterior, student, groups["held out"][ranks.HALVES[0]].log_probs
         )
@@ -93,11 +93,17 @@ def add_figures(
         record["modules"] = modules.modules(subject, posterior)
 
 
+def has_scores(found: Mapping[str, Any], task: str) -> bool:
+    """Check that a subject has the scores of all ways to predict."""
+    rows = found.get("scores", {})
+    wanted = {*scores.WAYS, scores.ANOTHER["sequence_classification" if task == TASKS[0] else "causal_lm"][0]}
+    return wanted <= set(rows) and all(set(scores.RIVALS) <= set(row) for row in rows.values())
+
+
 def is_complete(found: Mapping[str, Any], task: str) -> bool:
     """Check that a subject has all its figures."""
-    own = {"linearised", *(way for way in ranks.WAYS if way.startswith("backward") or way.endswith("mean weights"))}
-    ways = set(ranks.WAYS) - (own if task == "language model" else set())
-    return found.get("settings") == SETTINGS and ways <= set(found.get("ways", {})) and "scores" in found
+    ways = set(ranks.WAYS) - (set() if task == TASKS[0] else ranks.CLASSIFIERS_ONLY)
+    return found.get("settings") == SETTINGS and ways <= set(found.get("ways", {})) and has_scores(found, task)
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:

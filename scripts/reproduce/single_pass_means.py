@@ -4,6 +4,8 @@ The mean of a pass is the output at the posterior mean. A module f with the inpu
 E[f(x)] - f(E[x]), where f on the right has its mean weights. Linear layers and residual sums have none. So the mean
 becomes that of the members if each norm, attention and feed-forward layer adds its own error to its output. Each column
 of the table adds the errors of some modules only. "Second order" adds the expectation to second order in the noise.
+"All, Gaussian inputs" adds the errors that all modules would have if their inputs were Gaussian, with the mean and the
+covariance of the members.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from scripts.reproduce.report import table
 from scripts.reproduce.small_models import FAMILIES, attached, inputs_of
 
 FAMILIES_WITH_UNITS = ("vit", "llama", "gpt2", "mistral", "qwen3")
-VARIANCE, DRAWS = 1e-2, 1000
+VARIANCE, DRAWS, PART = 1e-2, 4000, 250
 
 KINDS: dict[str, tuple[str, ...]] = {
     "norms": ("ln_1", "ln_2", "ln_f", "norm", "layernorm"),
@@ -33,6 +35,7 @@ PASSES = {"pass, 512": 512, "pass, 16": 16}
 """Name -> number of columns of a single pass with ``second_order=True``."""
 
 WAYS = ("none", *KINDS, "norms and feed-forward", "norms, second order", "norms and feed-forward, second order", "all")
+GAUSSIAN = "all, Gaussian inputs"
 
 
 def units(model: nn.Module) -> dict[str, str]:
@@ -145,6 +148,28 @@ def curvature(draws: Tensor, module: nn.Module, step: float = 1e-3) -> Tensor:
     return found
 
 
+def gaussian_like(draws: Tensor) -> Tensor:
+    """Return draws [N, ...] of a Gaussian with the mean and the covariance of these draws."""
+    mean, count = draws.mean(0), len(draws)
+    mixing = torch.randn((count, count), generator=torch.Generator().manual_seed(1), dtype=draws.dtype)
+    return mean + ((mixing / (count - 1) ** 0.5) @ (draws - mean).flatten(1)).view_as(draws)
+
+
+def outputs_of_gaussian_inputs(
+    bayesian: Any, theta: Tensor, hidden: Hidden, kinds: Mapping[str, str], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the mean output of each module whose input is Gaussian and independent of the module's own weights."""
+    drawn = {path: torch.cat(parts) for path, parts in hidden.inputs.items()}
+    drawn = {path: gaussian_like(values) for path, values in drawn.items() if len(values) == len(theta)}
+    found = Hidden(bayesian.model, kinds, hidden.num_rows)
+    for start in range(0, len(theta), PART):
+        given = {path: values[start : start + PART].flatten(0, 1) for path, values in drawn.items()}
+        replaced = Hidden(bayesian.model, {path: kinds[path] for path in given}, hidden.num_rows)
+        with bayesian.members.bind(theta[start : start + PART]), replaced.replacing(given), found.reading():
+            bayesian.members.logits(inputs)
+    return {path: mean_of_draws(parts) for path, parts in found.outputs.items()}
+
+
 @torch.no_grad()
 def errors_of(family: str) -> dict[str, float]:
     """Return the error of the mean of the logits, relative to its norm, if some modules add their own error.
@@ -160,7 +185,7 @@ def errors_of(family: str) -> dict[str, float]:
         hidden = Hidden(bayesian.model, kinds, rows)
         theta = bayesian.posterior.approximation.sample(DRAWS, torch.Generator().manual_seed(0))
         logits = []
-        for some in theta.split(250):
+        for some in theta.split(PART):
             with bayesian.members.bind(some), hidden.reading():
                 logits.append(bayesian.members.logits(inputs))
         wanted, variance = torch.cat(logits).mean(0), torch.cat(logits).var(0)
@@ -170,6 +195,7 @@ def errors_of(family: str) -> dict[str, float]:
         with bayesian.members.bind(mean), at_means.replacing(given), at_means.reading():
             bayesian.members.logits(inputs)
         own = {path: mean_of_draws(parts) - at_means.outputs[path][0][0] for path, parts in hidden.outputs.items()}
+        normal = outputs_of_gaussian_inputs(bayesian, theta, hidden, kinds, inputs)
         curved: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
         for path, kind in kinds.items():
             draws, module = torch.cat(hidden.inputs[path]), hidden.modules[path]
@@ -185,9 +211,10 @@ def errors_of(family: str) -> dict[str, float]:
             "norms, second order": curved["norms"],
             "norms and feed-forward, second order": curved["norms"] | curved["feed-forward"],
             "all": own,
+            GAUSSIAN: {path: output - at_means.outputs[path][0][0] for path, output in normal.items()},
         }
         found = {}
-        for way in WAYS:
+        for way in (*WAYS, GAUSSIAN):
             with bayesian.members.bind(mean), hidden.adding(chosen[way]):
                 logits_at_mean = bayesian.members.logits(inputs)[0]
             found[way] = round(float((logits_at_mean - wanted).norm() / wanted.norm()), 3)
@@ -208,5 +235,5 @@ def means() -> dict[str, Any]:
 
 def means_table(found: Mapping[str, Mapping[str, float]]) -> str:
     """Return the table of errors."""
-    shown = (*WAYS, *PASSES, *(f"{name}: variance" for name in PASSES))
+    shown = (*WAYS, GAUSSIAN, *PASSES, *(f"{name}: variance" for name in PASSES))
     return table(["model", *shown], [[family, *(f"{row[way]:.2f}" for way in shown)] for family, row in found.items()])

@@ -21,6 +21,7 @@ from transformers import set_seed
 
 from hf_bayes import Posterior
 from hf_bayes.fit.distil_report import rank_correlation
+from hf_bayes.metrics.functions import ood_auroc
 from hf_bayes.models.attaching import MODELS
 from scripts.reproduce.report import table
 from scripts.reproduce.single_pass_subjects import Batch, Subject, folder, without_labels
@@ -41,6 +42,7 @@ WAYS = (
     "32 other members", "8 other members", "linearised", *(f"backward, {number}" for number in DIRECTIONS),
     *(f"low rank, {rank}" for rank in RANKS), "low rank, 16, mean weights", "diagonal", "student",
 )  # fmt: skip
+CLASSIFIERS_ONLY = {"linearised", *(f"backward, {number}" for number in DIRECTIONS)}
 
 
 class Group(NamedTuple):
@@ -137,6 +139,7 @@ def compared(
     halves = {name: [each[index] for index in HALVES] for name, each in groups.items()}
     reference = {name: epistemic(both) for name, both in halves.items()}
     found["eu"] = round(float(torch.cat(list(reference.values())).mean()), 5)
+    found["auroc"] = area(reference)
     found["limit"] = {name: round(limit(*(epistemic([one]) for one in both)), 3) for name, both in halves.items()}
     rows: dict[str, Any] = found.setdefault("ways", {})
     plain = subject.base().eval()
@@ -151,7 +154,7 @@ def compared(
         ranks = {key: round(rank_correlation(reference[key], own[key]), 3) for key in reference}
         errors = {f"error, {key}": round(standard_error(reference[key], own[key]), 3) for key in reference}
         ratio = sum(float(v.sum()) for v in own.values()) / sum(float(v.sum()) for v in reference.values())
-        rows[name] = ranks | errors | {"ratio": round(ratio, 3), "cost": round(spent, 2)}
+        rows[name] = ranks | errors | {"ratio": round(ratio, 3), "cost": round(spent, 2), "auroc": area(own)}
         save()
 
     model = load(posterior, members=32, prediction="members")
@@ -177,8 +180,8 @@ def ways_of(model: Any, theta: Tensor, *, is_causal: bool) -> dict[str, Callable
         ways["linearised"] = lambda: model.linearise("monte_carlo")
         for number in DIRECTIONS:
             ways[f"backward, {number}"] = functools.partial(model.single_pass, structure="backward", rank=number)
-        first: dict[str, Any] = {"structure": "low_rank", "rank": 16, "second_order": False}
-        ways["low rank, 16, mean weights"] = functools.partial(model.single_pass, **first)
+    first: dict[str, Any] = {"structure": "low_rank", "rank": 16, "second_order": False}
+    ways["low rank, 16, mean weights"] = functools.partial(model.single_pass, **first)
     for rank in RANKS:
         ways[f"low rank, {rank}"] = functools.partial(model.single_pass, structure="low_rank", rank=rank)
     ways["diagonal"] = lambda: model.single_pass(structure="diagonal")
@@ -195,6 +198,13 @@ def limit(first: Tensor, second: Tensor) -> float:
     return float((2 * half / (1 + half)) ** 0.5)
 
 
+def area(values: Mapping[str, Tensor]) -> float:
+    """Return the AUROC of a value as a detector of the other text."""
+    pair = [values[name].cpu().numpy() for name in ("held out", "other")]
+    is_other = np.repeat([False, True], [len(part) for part in pair])
+    return round(ood_auroc(np.concatenate(pair), is_other), 3)
+
+
 def standard_error(first: Tensor, second: Tensor) -> float:
     """Return the standard error of a rank correlation, by the bootstrap of terms."""
     generator = np.random.default_rng(0)
@@ -203,8 +213,8 @@ def standard_error(first: Tensor, second: Tensor) -> float:
 
 
 def blocks(subjects: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tables of rank correlations and of costs. Records of earlier versions have no standard errors."""
-    lines, costs = [], []
+    """Return the tables of rank correlations, costs and AUROC. Records of earlier versions lack some figures."""
+    lines, costs, areas = [], [], []
     for name, found in subjects.items():
         rows = [found["ways"].get(way) for way in WAYS]
         for key in ("held out", "other"):
@@ -215,7 +225,11 @@ def blocks(subjects: Mapping[str, Any]) -> dict[str, str]:
             lines.append([name, key, found["settings"]["reference"], best, *each, error])
         both = ["-" if row is None else f"{row['ratio']:.2f} / {row['cost']:.1f}" for row in rows]
         costs.append([name, f"{found['eu']:.4f}", *both])
+        if "auroc" in found:
+            each = [f"{row['auroc']:.2f}" if row is not None and "auroc" in row else "-" for row in rows]
+            areas.append([name, f"{found['auroc']:.2f}", *each])
     return {
         "ranks": table(["posterior", "text", "reference", "no noise", *WAYS, "standard error"], lines),
         "costs": table(["posterior", "mean EU", *WAYS], costs),
+        "auroc": table(["posterior", "reference", *WAYS], areas),
     }

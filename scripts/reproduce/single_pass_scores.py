@@ -18,6 +18,16 @@ from hf_bayes.models.attaching import MODELS
 from scripts.reproduce.report import table
 from scripts.reproduce.single_pass_subjects import Batch, Subject, unbatched
 
+WAYS = ("mean network", "32 members", "single pass", "single pass, calibrated", "student")
+ANOTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "sequence_classification": ("single pass, low rank, 16", {"structure": "low_rank", "rank": 16}),
+    "causal_lm": ("single pass, diagonal", {"structure": "diagonal"}),
+}
+"""Task -> another structure than the default, and its settings."""
+
+RIVALS = ("mean network", "single pass")
+"""The predictions whose area is subtracted."""
+
 RESAMPLES = 1000
 """The number of resamples of the standard error of a difference of areas."""
 
@@ -71,6 +81,9 @@ def cross_fitted(
     terms["32 members"] = of_log_probs(members, rows, is_causal=subject.task == "causal_lm")
     model.single_pass()
     terms["single pass"] = per_term(model, rows)
+    label, options = ANOTHER[subject.task]
+    model.single_pass(**options)
+    terms[label] = per_term(model, rows)
     model.detach()
     parts: list[dict[str, Any]] = []
     for fitted, tested in (halves, halves[::-1]):
@@ -84,25 +97,29 @@ def cross_fitted(
     model = load(student, prediction="distilled")
     terms["student"] = per_term(model, rows)
     model.detach()
-    return {name: _scores(own, terms["mean network"]) for name, own in terms.items()}
+    rivals = [terms["mean network"], terms["single pass"]]
+    return {name: _scores(own, rivals) for name, own in terms.items()}
 
 
 def _area(terms: Mapping[str, np.ndarray[Any, Any]], index: Any = slice(None)) -> float:
     return float(risk_coverage(1 - terms["confidence"][index], 1 - terms["correct"][index]).aurc)
 
 
-def _scores(own: Mapping[str, np.ndarray[Any, Any]], mean: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
-    """Return the scores of a prediction, and the standard error of the difference of its area from the mean network."""
+def _scores(own: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the scores of a prediction, and [difference, standard error] of its area from the area of each rival."""
     generator = np.random.default_rng(0)
     count = len(own["nll"])
     chosen = [generator.integers(count, size=count) for _ in range(RESAMPLES)]
-    differences = [_area(own, index) - _area(mean, index) for index in chosen]
+
+    def gap(rival: Mapping[str, Any]) -> list[float]:
+        differences = [_area(own, index) - _area(rival, index) for index in chosen]
+        return [round(_area(own) - _area(rival), 5), round(float(np.std(differences)), 5)]
+
     return {
         "nll": round(float(own["nll"].mean()), 4),
         "accuracy": round(float(own["correct"].mean()), 4),
         "aurc": round(_area(own), 5),
-        "difference": round(_area(own) - _area(mean), 5),
-        "error": round(float(np.std(differences)), 5),
+        **dict(zip(RIVALS, map(gap, rivals), strict=True)),
     }
 
 
@@ -111,8 +128,10 @@ def blocks(subjects: Mapping[str, Any]) -> dict[str, str]:
     lines = []
     for name, found in subjects.items():
         for way, row in found.get("scores", {}).items():
-            with_gap = way != "mean network" and "difference" in row
-            gap = f"{row['difference']:+.4f} ± {row['error']:.4f}" if with_gap else "-"
-            lines.append([name, way, f"{row['nll']:.3f}", f"{row['accuracy']:.3f}", f"{row['aurc']:.4f}", gap])
-    heads = ["posterior", "prediction", "NLL", "accuracy", "AURC", "AURC less the mean network's"]
+            gaps = [
+                f"{row[rival][0]:+.4f} ± {row[rival][1]:.4f}" if rival in row and way != rival else "-"
+                for rival in RIVALS
+            ]
+            lines.append([name, way, f"{row['nll']:.3f}", f"{row['accuracy']:.3f}", f"{row['aurc']:.4f}", *gaps])
+    heads = ["posterior", "prediction", "NLL", "accuracy", "AURC", *(f"less that of the {rival}" for rival in RIVALS)]
     return {"scores": table(heads, lines)}

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,11 @@ def classifier() -> Subject:
     return Subject("sequence_classification", base, lora, train, found, unlabelled=more)
 
 
-def language_model(directory: Path) -> Subject:
-    """Train the language model. Its held-out text is prose of the same kind as the training text; the other is code."""
+def language_model(directory: Path, blocks: Sequence[int] = (1, 2)) -> Subject:
+    """Train the language model with LoRA in these blocks.
+
+    Its held-out text is prose of the same kind as the training text; the other is code.
+    """
     texts = corpora()
     tokenizer = train_tokenizer(texts["pretrain"])
     pretrain_base(texts["pretrain"], tokenizer, directory, length=64, epochs=0.15, batch_size=8)
@@ -115,7 +118,7 @@ def language_model(directory: Path) -> Subject:
 
     train = rows("finetune", 120)
     targets = ["q_proj", "v_proj", "down_proj"]
-    lora = functools.cache(lambda: adapted(base(), "CAUSAL_LM", targets, [1, 2], train, steps=90))
+    lora = functools.cache(lambda: adapted(base(), "CAUSAL_LM", targets, list(blocks), train, steps=90))
     sets = {"held out": batches(rows("test", 8), 4), "other": batches(rows("code", 8), 4)}
     return Subject("causal_lm", base, lora, train, sets)
 

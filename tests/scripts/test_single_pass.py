@@ -7,7 +7,7 @@ import torch
 
 from hf_bayes.uncertainty.decomposition import decompose
 from scripts.reproduce import single_pass_means
-from scripts.reproduce.single_pass_ranks import Group, epistemic, limit
+from scripts.reproduce.single_pass_ranks import Group, area, epistemic, limit
 from scripts.reproduce.single_pass_scores import of_log_probs
 
 
@@ -30,6 +30,12 @@ def test_limit_is_one_for_halves_without_noise() -> None:
     assert limit(values, values.flip(0)) == 0
     noisy = values + 8 * torch.randn(20, generator=torch.Generator().manual_seed(0))
     assert 0.3 < limit(values, noisy) < 1
+
+
+def test_area_is_one_if_all_other_text_is_less_certain() -> None:
+    values = {"held out": torch.arange(4.0), "other": torch.arange(4.0, 7.0)}
+    assert area(values) == 1
+    assert area({"held out": values["other"], "other": values["held out"]}) == 0
 
 
 def test_scores_of_tokens_are_those_of_the_token_before() -> None:

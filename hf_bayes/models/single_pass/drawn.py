@@ -30,8 +30,14 @@ from hf_bayes.models.single_pass.tangents import Tangents
 RANK = 16
 """The default number of columns. A pass costs at least as much as so many members."""
 
-LEADING = 4
-"""The default number of columns if the posterior has as many leading columns, which are no draws and have no noise."""
+LEADING = 8
+"""The default number of columns if the posterior has as many leading columns, which are no draws and have no noise.
+
+Four columns of SWAG leave out so much of a classifier's noise that inputs are ranked worse
+(docs/results/single_pass.md)."""
+
+LEADING_OF_WORDS = 4
+"""The same for language models, which four columns of SWAG rank as well as more columns do, at less cost."""
 
 SEED = 0
 """The seed of the draws. They are the same in all passes, so that caches and repeated predictions agree."""
@@ -64,10 +70,10 @@ def draws_of(covariance: Covariance, layout: Layout, rank: int) -> dict[str, Ten
     return layout.unflatten(torch.cat([columns, remainder.root(noise.to(columns)) / max(count, 1) ** 0.5]))
 
 
-def rank_for(covariance: Covariance) -> int:
-    """Return the default number of columns."""
-    wide = isinstance(covariance, LowRank) and _num_wide(covariance) >= LEADING
-    return LEADING if wide else RANK
+def rank_for(covariance: Covariance, leading: int = LEADING) -> int:
+    """Return the default number of columns, ``leading`` if the covariance has so many leading columns."""
+    wide = isinstance(covariance, LowRank) and _num_wide(covariance) >= leading
+    return leading if wide else RANK
 
 
 def _num_wide(covariance: LowRank) -> int:

@@ -190,7 +190,8 @@ def naming_modules(model: nn.Module) -> Iterator[None]:
         path, module = entered[-1] if entered else ("the model", model)
         raise ValueError(
             f"{path or 'the model'} ({type(module).__module__}.{type(module).__name__}): a single pass has no rule for "
-            f"{error.what}, which it applies to an uncertain tensor. Predict by members, or choose a subspace behind it"
+            f"{error.what}, which it applies to an uncertain tensor. Predict by members, choose a subspace behind it, "
+            "or structure='low_rank', which has rules for most operations"
         ) from error
     finally:
         for handle in handles:

@@ -17,6 +17,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.input_predictors import member_outputs
 from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.single_pass.drawn import LEADING_OF_WORDS, rank_for
 from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.moments import Moments
 from hf_bayes.models.single_pass.vocabulary import GaussianWords, word_prediction
@@ -146,9 +147,10 @@ class SinglePassTokens:
 
     Args:
         structure: "low_rank" or "diagonal", of ``driver.STRUCTURES``.
-        rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
+        rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``, of
+            ``LEADING_OF_WORDS``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
-        second_order: True to add the second order in the noise to the mean ("low_rank" only).
+        second_order: as of ``SinglePassPredictor``.
     Raises:
         ValueError: for a posterior that is not one Gaussian, or a module without a rule.
     """
@@ -167,7 +169,7 @@ class SinglePassTokens:
         structure: str = "low_rank",
         deterministic_scores: bool = False,
         rank: int | None = None,
-        second_order: bool = False,
+        second_order: bool | None = None,
     ) -> None:
         if structure == "full":
             raise ValueError("structure='full' has no language models: choose 'low_rank' or 'diagonal'")
@@ -178,10 +180,12 @@ class SinglePassTokens:
                 f"the posterior is a mixture of {len(gaussian.means)} Gaussians, and a single pass of a language model "
                 "takes one: predict by members, or make one Gaussian of it (posterior.approximation.single())"
             )
-        self.mean = gaussian.means
+        self.mean, (covariance,) = gaussian.means, gaussian.covariances
         self.single = SinglePass(
-            model.members, gaussian.means[0], gaussian.covariances[0], deterministic_scores=deterministic_scores,
-            factors=factors_of(model), structure=structure, rank=rank, second_order=second_order,
+            model.members, gaussian.means[0], covariance, deterministic_scores=deterministic_scores,
+            factors=factors_of(model), structure=structure,
+            rank=rank_for(covariance, LEADING_OF_WORDS) if rank is None else rank,
+            second_order=structure == "low_rank" if second_order is None else second_order,
         )  # fmt: skip
         # a mean, its columns and its drift, or a mean, a variance and the features of tokens
         self.tensors_per_state = 2 + self.single.rank if structure == "low_rank" else 3

@@ -1,16 +1,17 @@
-"""Columns behind functions of a wide Gaussian, and the drift of the mean to second order in the noise.
+"""Columns behind functions of a wide Gaussian, and the drift of the mean.
 
 The rules take the columns F of a root of V and the drift d of the mean together, [S + 1, ...] with d in the last row
 (``tangents``). x ~ N(m + d, V) is expanded at its own mean. The drift behind f is
 
     E f(x) - f(m) = f(m + d) - f(m) + sum_s f''(m + d)[F_s, F_s] / 2 + ...,
 
-where f'' is the second derivative along a column. It is 0 where columns and drift are 0.
+where f'' is the second derivative along a column. It is 0 where columns and drift are 0. Attention is read at draws in
+place of the second derivative, which is too large where scores are wide (``attention_shift``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ HERMITE = tuple(_NODES.tolist()), tuple((_WEIGHTS / _WEIGHTS.sum()).tolist())
 NARROW = 1e-3
 """The standard deviation, relative to 1 + |m|, from which on variances come from differences of values. In float32
 their relative error is below 1e-3 there, and so is the second order that the slope leaves out."""
+
+LEADING_STEP = 3**0.5
+"""The step along a column that is no draw: the outer one of three nodes of Gauss and Hermite."""
 
 Pair = tuple[Tensor, Tensor | None]
 """A mean, with its columns and drift or None."""
@@ -69,24 +73,25 @@ def product_columns(x: Tensor, dx: Tensor, y: Tensor, dy: Tensor) -> Tensor:
 
 
 def attention_columns(
-    weights_of: Callable[[Tensor, Tensor], Tensor], scale: float, query: Pair, key: Pair, value: Pair
+    weights_of: Callable[[Tensor, Tensor], Tensor], scale: float, query: Pair, key: Pair, value: Pair, shared: int = 0
 ) -> Tensor:
     """Return columns and drift [S + 1, B, H, T, n] of softmax(scale q k') v.
 
-    A column is a dv + (a (ds - a . ds)) v with ds = scale (dq k' + q dk').
+    A column is the derivative a dv + (a (ds - a . ds)) v with ds = scale (dq k' + q dk').
 
     Args:
         weights_of: q [B, H, T, d] and k [B, H, S, d] -> the weights a [B, H, T, S].
         scale: the factor of scores.
         query, key, value: at least one with columns.
+        shared: the number of columns, the first ones, that are no draws.
     """
-    (q, dq), (k, dk), (v, dv) = query, key, value
-    before = weights_of(q, k) @ v
-    q, k, v = (mean if moved is None else mean + moved[-1] for mean, moved in (query, key, value))
+    before = weights_of(query[0], key[0]) @ value[0]
+    (q, dq), (k, dk), (v, dv) = pairs = [_at_drift(pair) for pair in (query, key, value)]
     weights = weights_of(q, k)
-    found: list[Tensor] = []
-    drift = weights @ v - before
-    count = next(len(moved) for moved in (dq, dk, dv) if moved is not None) - 1
+    here = weights @ v
+    count = next(len(columns) for _, columns in pairs if columns is not None)
+    found = torch.empty((count + 1, *here.shape), dtype=here.dtype, device=here.device)
+    found[-1] = here - before
     for index in range(count):  # one column at a time: each has scores [B, H, T, S] of its own
         noise = None if dv is None else dv[index]
         column = torch.zeros_like(before) if noise is None else weights @ noise
@@ -95,29 +100,37 @@ def attention_columns(
             scores = scale * (along if dk is None else along + q @ dk[index].mT)
             part = weights * scores
             column = column + (part - weights * part.sum(-1, keepdim=True)) @ v
-            pairs = 0.0 if dq is None or dk is None else scale * (dq[index] @ dk[index].mT)
-            drift = drift + attention_shift(weights, scores, pairs, v, noise)
-        found.append(column)
-    return torch.stack([*found, drift])
+            step = LEADING_STEP if index < shared else float(count - shared) ** 0.5
+            found[-1] += attention_shift(weights_of, here, pairs, index, step)
+        found[index] = column
+    return found
 
 
 def attention_shift(
-    weights: Tensor, scores: Tensor, pairs: Tensor | float, value: Tensor, noise: Tensor | None
+    weights_of: Callable[[Tensor, Tensor], Tensor], here: Tensor, pairs: Sequence[Pair], index: int, step: float
 ) -> Tensor:
-    """Return the part of softmax(s) v that is of second order along one column.
+    """Return [f(x + h c) + f(x - h c) - 2 f(x)] / (2 h^2), the part of the drift of attention f along a column c.
 
-    With e = ds - a . ds, da = a e, and d2a = a (e^2 - a . e^2), it is
-
-        (d2a / 2 + a (p - a . p)) v + da dv.
+    For h -> 0 it is f''[c, c] / 2. A column of S draws is a draw over sqrt(S): with h = sqrt(S), f is read at the draw
+    and at its mirror image, and the sum over columns is an estimate of E f(x) - f(x) in all orders. The second
+    derivative grows with the square of the scores' noise. The weights are between 0 and 1 in every draw, so that it
+    misses the mean by more than the mean weights do, once scores have a standard deviation near 1.
 
     Args:
-        weights: [..., T, S] a.
-        scores: [..., T, S] ds, the derivative of the scores.
-        pairs: [..., T, S] p, half their second derivative.
-        value: [..., S, n] v.
-        noise: [..., S, n] dv; None if it has none.
+        weights_of: as of ``attention_columns``.
+        here: [..., T, n] f(x).
+        pairs: queries, keys and values at the expansion point, with their columns or None.
+        index: of the column.
+        step: h.
     """
-    centred = scores - (weights * scores).sum(-1, keepdim=True)
-    half = centred.square() / 2 + pairs
-    found = weights * (half - (weights * half).sum(-1, keepdim=True)) @ value
-    return found if noise is None else found + (weights * centred) @ noise
+    total = -2 * here
+    for size in (step, -step):
+        q, k, v = (x if columns is None else x + size * columns[index] for x, columns in pairs)
+        total = total + weights_of(q, k) @ v
+    return total / (2 * step**2)
+
+
+def _at_drift(pair: Pair) -> Pair:
+    """Return mean + drift and the columns, of a mean and its columns with the drift below them."""
+    mean, moved = pair
+    return (mean, None) if moved is None else (mean + moved[-1], moved[:-1])

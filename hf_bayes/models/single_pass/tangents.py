@@ -316,7 +316,7 @@ def _attention(own: Tangents, function: Any, args: Any, kwargs: Any, result: Ten
     def weights(query: Tensor, key: Tensor) -> Tensor:
         return attention.weights_of(query, key, given.get("attn_mask"), scale, causal=bool(given.get("is_causal")))
 
-    return own.new(attention_columns(weights, scale, (q, dq), (k, dk), (v, dv)))
+    return own.new(attention_columns(weights, scale, (q, dq), (k, dk), (v, dv), own.shared))
 
 
 def _heads(value: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:

@@ -55,7 +55,8 @@ def test_full_and_low_rank_variances_are_those_of_members(family: str) -> None:
     ratio = float(found.spread.variance.sum() / variance.sum())
     assert abs(ratio - 1) < 0.1  # 2,000 draws leave .03, and curvature the rest
     assert abs(float(low_rank.spread.variance.sum() / variance.sum()) - 1) < 0.1
-    if family not in ("head", "qwen3", "gpt2", "llama classifier"):  # queries are random in the others
+    # queries are random in the others; with four blocks, their noise is .4 % of the variance
+    if family not in ("head", "qwen3", "gpt2", "llama classifier", "bert, four blocks"):
         assert float(paper.spread.variance.sum() / variance.sum()) < ratio - 0.01
 
 

@@ -10,11 +10,12 @@ import torch
 
 from hf_bayes import BayesianModelForSequenceClassification, SGHMCConfig
 from hf_bayes.core.layout import select
-from hf_bayes.distributions.covariance import COVARIANCES
+from hf_bayes.distributions.covariance import COVARIANCES, LowRank
+from hf_bayes.models.single_pass.drawn import LEADING, LEADING_OF_WORDS, RANK
 from scripts.reproduce.small_models import attached
 from tests import tiny_models as models
 from tests.models.linear_cases import random_covariance
-from tests.models.single_pass.cases import DOUBLE
+from tests.models.single_pass.cases import DOUBLE, normal
 from tests.models.trained import from_disk
 from tests.runs import label_rows, trainer
 from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
@@ -52,12 +53,23 @@ def test_names_of_predictions_choose_a_single_pass() -> None:
         assert not bayesian.is_closed_form
 
 
+def test_words_take_the_drift_and_few_leading_columns() -> None:
+    dim = select(LANGUAGE["llama"](), "trainable").dim
+    swag = LowRank.plus(torch.full((dim,), 1e-2, dtype=DOUBLE), 1e-2 * normal(dim, LEADING))
+    for covariance, rank in ((swag, LEADING_OF_WORDS), (None, RANK)):
+        with attached(LANGUAGE["llama"](), "trainable", covariance=covariance) as bayesian:
+            single = bayesian.single_pass().predictor.single
+            assert (single.structure, single.rank, single.second_order) == ("low_rank", rank, True)
+            assert not bayesian.single_pass(structure="diagonal").predictor.single.second_order
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "diagonal"])
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("name", LANGUAGE)
-def test_a_cache_gives_the_predictions_of_the_whole_text(name: str, padding: str | None) -> None:
+def test_a_cache_gives_the_predictions_of_the_whole_text(name: str, padding: str | None, structure: str) -> None:
     inputs = batch(rows=3, length=6, padding=padding)
     with attached(LANGUAGE[name](), "trainable") as bayesian:
-        bayesian.single_pass()
+        bayesian.single_pass(structure=structure)
         options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
         output = bayesian.generate(**inputs, **options)
         without = bayesian.generate(**inputs, **options, use_cache=False)
@@ -70,9 +82,10 @@ def test_a_cache_gives_the_predictions_of_the_whole_text(name: str, padding: str
     assert bool((output.epistemic > 1e-6).all())
 
 
-def test_beams_reorder_variances_in_the_cache() -> None:
+@pytest.mark.parametrize("structure", ["low_rank", "diagonal"])
+def test_beams_reorder_variances_in_the_cache(structure: str) -> None:
     with attached(LANGUAGE["llama"](), "trainable") as bayesian:
-        bayesian.single_pass()
+        bayesian.single_pass(structure=structure)
         options: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False}
         cached = bayesian.generate(**batch(rows=2), **options)
         assert torch.equal(cached, bayesian.generate(**batch(rows=2), **options, use_cache=False))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_bayes.models.single_pass import second_order
 from hf_bayes.models.single_pass.activations import slope
 from hf_bayes.models.single_pass.driver import SinglePass
-from hf_bayes.models.single_pass.second_order import attention_shift, element_columns, with_drift
+from hf_bayes.models.single_pass.second_order import (
+    attention_columns,
+    attention_shift,
+    element_columns,
+    with_drift,
+)
 from hf_bayes.models.single_pass.wide_norms import norm_columns
 from scripts.reproduce.small_models import FAMILIES, attached, inputs_of, member_moments
 from tests.models.single_pass.cases import normal
@@ -65,17 +72,51 @@ def test_shifts_of_norms_are_those_of_draws(centred: bool, size: float) -> None:
     assert float((found - wanted).norm() / wanted.norm()) < 0.1
 
 
-def test_shift_of_attention_is_that_of_draws() -> None:
-    q, k, v = (normal(3, 4, seed=i) for i in range(3))
-    dq, dk, dv = (0.05 * normal(3, 4, seed=i) for i in range(3, 6))
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return weights_between(q, k) @ v
 
-    def attention(t: Tensor) -> Tensor:
-        return ((q + t * dq) @ (k + t * dk).mT).softmax(-1) @ (v + t * dv)
 
-    step = torch.tensor(1e-2, dtype=torch.float64)
-    wanted = (attention(step) + attention(-step) - 2 * attention(0 * step)) / (2 * step**2)
-    found = attention_shift((q @ k.mT).softmax(-1), dq @ k.mT + q @ dk.mT, dq @ dk.mT, v, dv)
-    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()  # a finite difference
+def weights_between(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1)
+
+
+def test_shift_of_attention_is_half_its_second_derivative() -> None:
+    means = [normal(3, 4, seed=i) for i in range(3)]
+    columns = [1e-3 * normal(1, 3, 4, seed=i) for i in range(3, 6)]
+    ahead, here, behind = (
+        attention(*(m + step * c[0] for m, c in zip(means, columns, strict=True))) for step in (10, 0, -10)
+    )
+    wanted = (ahead + behind - 2 * here) / 200
+    pairs = [(mean, with_drift(column)) for mean, column in zip(means, columns, strict=True)]
+    for shared in (0, 1):  # a draw, or a leading column
+        found = attention_columns(weights_between, 1.0, *pairs, shared)[-1]
+        assert (found - wanted).abs().max() < 1e-3 * wanted.abs().max()  # the square of the step 10 x 1e-3
+
+
+NUM_COLUMNS = 512
+
+
+def error_of_wide_attention() -> float:
+    """Return the error of the mean behind attention whose scores have a standard deviation near 1, over its norm."""
+    means = [normal(7, 4, seed=i) for i in range(3)]
+    roots = [0.5 * normal(20, 7, 4, seed=i) / 20**0.5 for i in range(3, 6)]  # 20 sources, common to all three
+    noise, drawn = normal(20_000, 20, seed=6), normal(NUM_COLUMNS, 20, seed=8) / NUM_COLUMNS**0.5
+    values = attention(*(m + torch.einsum("ns,std->ntd", noise, r) for m, r in zip(means, roots, strict=True)))
+    pairs = [(m, with_drift(torch.einsum("ns,std->ntd", drawn, r))) for m, r in zip(means, roots, strict=True)]
+    drift = attention_columns(weights_between, 1.0, *pairs)[-1]
+    return float((attention(*means) + drift - values.mean(0)).norm() / values.mean(0).norm())
+
+
+def test_wide_attention_has_the_mean_of_draws() -> None:
+    assert error_of_wide_attention() < 0.05  # the error of 512 draws and their mirror images is .02
+
+
+def test_second_derivatives_miss_the_mean_of_wide_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def along(weights_of: Any, here: Tensor, pairs: Any, index: int, step: float) -> Tensor:
+        return attention_shift(weights_of, here, pairs, index, 1e-3)
+
+    monkeypatch.setattr(second_order, "attention_shift", along)
+    assert error_of_wide_attention() > 0.1
 
 
 def logits_of(bayesian: object, inputs: dict[str, Tensor], *, second_order: bool) -> Tensor:
