@@ -54,7 +54,6 @@ from hf_bayes.methods.variational.gaussian_vi import (
     parts,
 )
 
-
 SPREAD_RATE = 0.01
 """The rate of the running means of squares: a memory of 100 updates with a pair, and of 100 without one."""
 
@@ -93,8 +92,8 @@ class IVONConfig(GaussianVIConfig):
         momentum: beta of the gradient's running mean.
         precision_rate: rho, the share of a new estimate in the precision of q, in (0, 1). It follows the schedule of
             the learning rate; None makes it equal to the learning rate.
-        pair_period: with ``num_draws=1``, every ``pair_period``-th update, from the first one on, takes a pair of draws.
-            An update costs 1 + 1 / pair_period gradients on average. None: no update does.
+        pair_period: with ``num_draws=1``, every ``pair_period``-th update, the first one included, takes a pair of
+            draws. An update costs 1 + 1 / pair_period gradients on average. None: no update does.
     """
 
     name: ClassVar[str] = "ivon"
