@@ -15,7 +15,7 @@ from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
 from hf_bayes.methods.variational.ivon import IVONConfig
-from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Regression, errors, fit
+from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Regression, errors, fit, relative_widths
 from tests.runs import trainer
 
 MEAN = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
@@ -111,9 +111,10 @@ def test_precisions_stay_positive_where_curvature_is_negative() -> None:
 def test_a_logistic_regression_ends_at_the_optimum(prior_std: float) -> None:
     target = Regression.with_prior(prior_std)
     best = target.optimum()
-    found = errors(target, fit(target, IVONConfig(), num_steps=6000, learning_rate=6000**-0.5), best)
-    assert found.free_energy < 0.02  # the requirements, as in the next line
-    assert found.std < 0.02
+    q = fit(target, IVONConfig(), num_steps=4000, learning_rate=4000**-0.5, num_chains=16)
+    assert errors(target, q, best).free_energy < 0.02  # the requirements, as in the next line
+    # of one chain, in the worst element: .8 to 1 % is noise of the draws, and the largest of 96 would be 3 times that
+    assert (relative_widths(target, q, best) - 1).square().mean(0).sqrt().max() < 0.02
     # the twin: a T that is 10 % too high widens q by 5 %
     assert errors(target, fit(target, IVONConfig(temperature=1.1), num_steps=1000, learning_rate=0.03), best).std > 0.02
 
