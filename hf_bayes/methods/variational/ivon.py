@@ -84,7 +84,7 @@ class IVONState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class IVONConfig(GaussianVIConfig):
-    """Natural-gradient mean-field variational inference, at the cost of AdamW.
+    """Natural-gradient mean-field variational inference, at nearly the cost of AdamW.
 
     The learning rate is a fraction of Newton's step, in (0, 1]. Without one it is 1 / sqrt(number of updates).
 
