@@ -25,7 +25,7 @@ from transformers.utils import logging
 from scripts.reproduce.accounts import accounts_table
 from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, index, rows_of, splits
 from scripts.reproduce.encoder_table_bench import Bench, encoder
-from scripts.reproduce.encoder_table_methods import Choice, Method, Scale, at_first_point, methods
+from scripts.reproduce.encoder_table_methods import Choice, Method, Scale, at_first_point, methods, num_updates
 from scripts.reproduce.encoder_table_record import DIVERGED, Record, best, fill
 from scripts.reproduce.report import RESULTS, keep, spread, table
 
@@ -129,7 +129,12 @@ def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
 
 def _gradients(scale: Scale, method: Method) -> int:
     """Return the number of minibatch gradients of a run."""
-    return scale.updates * (scale.members if method.serial else at_first_point(method).num_chains)
+    config = at_first_point(method)
+    if not method.serial:
+        return scale.updates * config.num_chains
+    # an update of the warm start takes one gradient, whatever the method's own updates take
+    each, warm = config.requirements.gradients_per_update, config.warm_start_steps or 0
+    return num_updates(scale, method, config) * each - (each - 1) * warm
 
 
 def _words(choice: Choice) -> str:

@@ -25,7 +25,7 @@ from hf_bayes import (
 from hf_bayes.metrics import ood_auroc, per_row_statistics, summarise
 from scripts.reproduce.accounts import account
 from scripts.reproduce.debian_sections import KNOWN, Row
-from scripts.reproduce.encoder_table_methods import Choice, Method, Scale
+from scripts.reproduce.encoder_table_methods import Choice, Method, Scale, num_updates
 
 
 class Bench:
@@ -71,7 +71,7 @@ class Bench:
                 args=BayesianTrainingArguments(
                     output_dir=directory, seed=seed, **args, minibatch="shared", trunk_memory_gib=1.0,
                     probe_steps=method.probe_steps,
-                    max_steps=scale.updates * (scale.members if method.serial else 1),
+                    max_steps=num_updates(scale, method, config),
                     per_device_train_batch_size=scale.batch_size // method.accumulation,
                     gradient_accumulation_steps=method.accumulation,
                     use_cpu=True, disable_tqdm=True, report_to="none", logging_strategy="no", save_strategy="no",

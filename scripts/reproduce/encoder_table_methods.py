@@ -14,6 +14,7 @@ from hf_bayes import (
     BLoBConfig,
     EnsembleConfig,
     LaplaceConfig,
+    LowRankVIConfig,
     MAPConfig,
     MCDropoutConfig,
     MeanFieldConfig,
@@ -70,15 +71,89 @@ def prior(std: float) -> dict[str, float]:
     return {"lora_": 0.1, "classifier": std}
 
 
+STDS, WIDE, NARROW = (0.1, 0.3, 1.0), (0.3, 1.0), (0.1, 0.3)
+"""Grids of the prior's standard deviation of the classifier's weights."""
+
+
 def methods(scale: Scale) -> dict[str, Method]:
     """Return all methods in the order of the table. A long chain begins with as many updates of AdamW as MAP has."""
-    members, start = scale.members, scale.updates
-    warm: dict[str, Any] = {"warm_start_steps": start, "warm_start_learning_rate": 3e-3, "burn_in": 0.3}
-    chain: dict[str, Any] = {"num_chains": 1, "draws_per_chain": members, **warm}
-    short: dict[str, Any] = {**warm, "warm_start_steps": start // 2, "burn_in": 0.5}
-    stds, wide, narrow = (0.1, 0.3, 1.0), (0.3, 1.0), (0.1, 0.3)
+    return {
+        **optimisers(scale),
+        **stochastic_gradients(scale),
+        **variational(scale),
+        **laplace(scale),
+        **averages(scale),
+        **restarts(scale),
+        **metropolis(scale),
+        **lora_gaussians(scale),
+    }
 
-    def laplace(structure: str, num_chains: int = 1) -> Callable[..., MethodConfig]:
+
+def warm(scale: Scale) -> dict[str, Any]:
+    """Return the settings of a run that begins with the updates of the MAP estimate."""
+    return {"warm_start_steps": scale.updates, "warm_start_learning_rate": 3e-3, "burn_in": 0.3}
+
+
+def chain(scale: Scale) -> dict[str, Any]:
+    """Return the settings of one long chain."""
+    return {"num_chains": 1, "draws_per_chain": scale.members, **warm(scale)}
+
+
+def optimisers(scale: Scale) -> dict[str, Method]:
+    """Return the methods that minimise the energy."""
+    return {
+        "map": Method(
+            lambda std: MAPConfig(prior_std=prior(std)),
+            {"learning_rate": (1e-3, 3e-3, 1e-2), "std": STDS}, {"MAP": None}, serial=False,
+        ),
+        "map_long": Method(
+            lambda std: MAPConfig(prior_std=prior(std)),
+            {"learning_rate": (1e-3, 3e-3), "std": WIDE}, {f"MAP, trained {scale.members} times as long": None},
+        ),
+        "ensemble": Method(
+            lambda std: EnsembleConfig(num_chains=scale.members, prior_std=prior(std)),
+            {"learning_rate": (3e-3,), "std": STDS}, {"deep ensemble": None}, serial=False,
+        ),
+    }  # fmt: skip
+
+
+def stochastic_gradients(scale: Scale) -> dict[str, Method]:
+    """Return SGHMC with a constant step size, in parallel chains and in one chain."""
+    short = {**warm(scale), "warm_start_steps": scale.updates // 2, "burn_in": 0.5}
+    return {
+        "sghmc_parallel": Method(
+            lambda std: SGHMCConfig(num_chains=scale.members, prior_std=prior(std), **short),
+            {"learning_rate": (3e-3, 1e-2), "std": NARROW}, {"SGHMC, parallel chains": None}, serial=False,
+            probe_steps=max(1, scale.updates // 20),
+        ),
+        "sghmc_serial": Method(
+            lambda std: SGHMCConfig(prior_std=prior(std), **chain(scale)),
+            {"learning_rate": (3e-3, 1e-2), "std": STDS}, {"SGHMC, one chain": None},
+        ),
+    }  # fmt: skip
+
+
+def variational(scale: Scale) -> dict[str, Method]:
+    """Return variational inference from single gradients, and from pairs at half as many updates (the default)."""
+    grid: dict[str, Sequence[Any]] = {"learning_rate": (1e-3, 3e-3), "std": NARROW}
+    return {
+        "mean_field": Method(
+            lambda std: MeanFieldConfig(prior_std=prior(std), num_draws=1, **warm(scale)),
+            grid, {"mean-field VI": None},
+        ),
+        "mean_field_pairs": Method(
+            lambda std: MeanFieldConfig(prior_std=prior(std), **warm(scale)), grid, {"mean-field VI, pairs": None}
+        ),
+        "low_rank_pairs": Method(
+            lambda std: LowRankVIConfig(prior_std=prior(std), **warm(scale)), grid, {"low-rank VI, pairs": None}
+        ),
+    }  # fmt: skip
+
+
+def laplace(scale: Scale) -> dict[str, Method]:
+    """Return the Laplace approximations, each read by members and by the linearised model."""
+
+    def config(structure: str, num_chains: int = 1) -> Callable[..., MethodConfig]:
         jitter = MAPConfig.init_jitter if num_chains == 1 else EnsembleConfig.init_jitter
         return lambda std: LaplaceConfig(
             structure=structure, num_chains=num_chains, init_jitter=jitter, prior_std=prior(std)
@@ -87,76 +162,71 @@ def methods(scale: Scale) -> dict[str, Method]:
     def links(name: str) -> dict[str, str | None]:
         return {f"{name}, members": None, f"{name}, GLM": "monte_carlo", f"{name}, probit": "probit"}
 
-    def agps(max_std: float, std: float, draws: int = members) -> MethodConfig:
-        return AGPSConfig(prior_std=prior(std), max_std=max_std, **{**chain, "draws_per_chain": draws})
-
+    num_maps = scale.members // 2
     return {
-        "map": Method(
-            lambda std: MAPConfig(prior_std=prior(std)),
-            {"learning_rate": (1e-3, 3e-3, 1e-2), "std": stds}, {"MAP": None}, serial=False,
-        ),
-        "map_long": Method(
-            lambda std: MAPConfig(prior_std=prior(std)),
-            {"learning_rate": (1e-3, 3e-3), "std": wide}, {f"MAP, trained {members} times as long": None},
-        ),
-        "ensemble": Method(
-            lambda std: EnsembleConfig(num_chains=members, prior_std=prior(std)),
-            {"learning_rate": (3e-3,), "std": stds}, {"deep ensemble": None}, serial=False,
-        ),
-        "sghmc_parallel": Method(
-            lambda std: SGHMCConfig(num_chains=members, prior_std=prior(std), **short),
-            {"learning_rate": (3e-3, 1e-2), "std": narrow}, {"SGHMC, parallel chains": None}, serial=False,
-            probe_steps=max(1, start // 20),
-        ),
-        "sghmc_serial": Method(
-            lambda std: SGHMCConfig(prior_std=prior(std), **chain),
-            {"learning_rate": (3e-3, 1e-2), "std": stds}, {"SGHMC, one chain": None},
-        ),
-        "mean_field": Method(
-            lambda std: MeanFieldConfig(prior_std=prior(std), num_draws=1, **warm),
-            {"learning_rate": (1e-3, 3e-3), "std": narrow}, {"mean-field VI": None},
-        ),
         "laplace_diagonal": Method(
-            laplace("diagonal"), {"learning_rate": (3e-3,), "std": stds}, links("Laplace, diagonal"), serial=False
+            config("diagonal"), {"learning_rate": (3e-3,), "std": STDS}, links("Laplace, diagonal"), serial=False
         ),
         "laplace_kronecker": Method(
-            laplace("kronecker"), {"learning_rate": (3e-3,), "std": stds}, links("Laplace, K-FAC"), serial=False
+            config("kronecker"), {"learning_rate": (3e-3,), "std": STDS}, links("Laplace, K-FAC"), serial=False
         ),
         "laplace_mixture": Method(
-            laplace("kronecker", members // 2), {"learning_rate": (3e-3,), "std": wide},
+            config("kronecker", num_maps), {"learning_rate": (3e-3,), "std": WIDE},
             {
-                f"Laplace, K-FAC, over {members // 2} MAPs, members": None,
-                f"Laplace, K-FAC, over {members // 2} MAPs, GLM": "monte_carlo",
+                f"Laplace, K-FAC, over {num_maps} MAPs, members": None,
+                f"Laplace, K-FAC, over {num_maps} MAPs, GLM": "monte_carlo",
             },
             serial=False,
         ),
+    }  # fmt: skip
+
+
+def averages(scale: Scale) -> dict[str, Method]:
+    """Return the methods that average, or draw from, the iterates of SGD."""
+    return {
         "swa": Method(
-            lambda std: SWAConfig(prior_std=prior(std), optimizer="sgd", **warm),
-            {"learning_rate": (1e-2, 3e-2), "std": wide}, {"SWA": None},
+            lambda std: SWAConfig(prior_std=prior(std), optimizer="sgd", **warm(scale)),
+            {"learning_rate": (1e-2, 3e-2), "std": WIDE}, {"SWA": None},
         ),
         "swag": Method(
-            lambda std: SWAGConfig(prior_std=prior(std), optimizer="sgd", **warm),
-            {"learning_rate": (1e-2, 3e-2), "std": wide}, {"SWAG": None},
+            lambda std: SWAGConfig(prior_std=prior(std), optimizer="sgd", **warm(scale)),
+            {"learning_rate": (1e-2, 3e-2), "std": WIDE}, {"SWAG": None},
         ),
         "sgd_mc": Method(
-            lambda std: SGDMCConfig(prior_std=prior(std), **chain),
-            {"learning_rate": (3e-2, 1e-1), "std": wide}, {"SGD-MC": None},
+            lambda std: SGDMCConfig(prior_std=prior(std), **chain(scale)),
+            {"learning_rate": (3e-2, 1e-1), "std": WIDE}, {"SGD-MC": None},
         ),
         "mc_dropout": Method(
-            lambda dropout, std: MCDropoutConfig(prior_std=prior(std), dropout=dropout, num_masks=members),
-            {"learning_rate": (3e-3,), "dropout": (0.1, 0.3), "std": wide}, {"MC dropout": None}, serial=False,
+            lambda dropout, std: MCDropoutConfig(prior_std=prior(std), dropout=dropout, num_masks=scale.members),
+            {"learning_rate": (3e-3,), "dropout": (0.1, 0.3), "std": WIDE}, {"MC dropout": None}, serial=False,
         ),
+    }  # fmt: skip
+
+
+def restarts(scale: Scale) -> dict[str, Method]:
+    """Return the methods whose step size goes through cycles."""
+    return {
         "snapshot": Method(
-            lambda std: SnapshotConfig(prior_std=prior(std), draws_per_chain=members),
-            {"learning_rate": (1e-2, 3e-2), "std": wide}, {"snapshot ensemble": None},
+            lambda std: SnapshotConfig(prior_std=prior(std), draws_per_chain=scale.members),
+            {"learning_rate": (1e-2, 3e-2), "std": WIDE}, {"snapshot ensemble": None},
         ),
         "sghmc_cyclical": Method(
             lambda std: SGHMCConfig(
                 prior_std=prior(std), preconditioner="layerwise", preconditioner_batches=16,
-                schedule=Cyclical(ramp_up=0.2), **{**chain, "burn_in": 0.0},
+                schedule=Cyclical(ramp_up=0.2), **{**chain(scale), "burn_in": 0.0},
             ),
-            {"learning_rate": (3e-2, 1e-1), "std": narrow}, {"SGHMC, cyclical, preconditioned": None},
+            {"learning_rate": (3e-2, 1e-1), "std": NARROW}, {"SGHMC, cyclical, preconditioned": None},
         ),
+    }  # fmt: skip
+
+
+def metropolis(scale: Scale) -> dict[str, Method]:
+    """Return the methods with proposals: a-GPS with its caps, and the penalty method."""
+
+    def agps(max_std: float, std: float, draws: int = scale.members) -> MethodConfig:
+        return AGPSConfig(prior_std=prior(std), max_std=max_std, **{**chain(scale), "draws_per_chain": draws})
+
+    return {
         **{
             f"agps_{cap}": Method(
                 functools.partial(agps, float(cap)), {"std": (0.3,)}, {f"a-GPS, lambda = {cap}": None}
@@ -168,16 +238,22 @@ def methods(scale: Scale) -> dict[str, Method]:
             {"max_std": (1e-2, 1e-3), "std": (0.3,)}, {"SWAG of a-GPS": None},
         ),
         "penalty": Method(
-            lambda std: PenaltyConfig(prior_std=prior(std), num_leapfrog=1, **chain),
+            lambda std: PenaltyConfig(prior_std=prior(std), num_leapfrog=1, **chain(scale)),
             {"learning_rate": (1e-4, 1e-3), "std": (0.3,)}, {"penalty": None}, accumulation=4,
         ),
+    }  # fmt: skip
+
+
+def lora_gaussians(scale: Scale) -> dict[str, Method]:
+    """Return the posteriors that are made for LoRA: a random A and a point B."""
+    return {
         "blob": Method(
-            lambda std: BLoBConfig(prior_std=prior(std), **warm),
-            {"learning_rate": (1e-3, 3e-3), "std": narrow}, {"BLoB": None},
+            lambda std: BLoBConfig(prior_std=prior(std), num_draws=1, **warm(scale)),
+            {"learning_rate": (1e-3, 3e-3), "std": NARROW}, {"BLoB": None},
         ),
         "training_free": Method(
             lambda std: TrainingFreeConfig(prior_std=prior(std)),
-            {"learning_rate": (3e-3,), "std": stds}, {"training-free, of MAP": None}, serial=False,
+            {"learning_rate": (3e-3,), "std": STDS}, {"training-free, of MAP": None}, serial=False,
         ),
     }  # fmt: skip
 
@@ -185,6 +261,11 @@ def methods(scale: Scale) -> dict[str, Method]:
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Choice]:
     """Return all points of a grid."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def num_updates(scale: Scale, method: Method, config: MethodConfig) -> int:
+    """Return the updates of a run: pairs of gradients halve the number of a long chain, so that the gradients stay."""
+    return scale.updates * scale.members // config.requirements.gradients_per_update if method.serial else scale.updates
 
 
 def settings(method: Method) -> dict[str, Any]:

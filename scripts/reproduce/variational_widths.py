@@ -1,15 +1,17 @@
 """Accuracy of standard deviations by variational inference with minibatches: the table of docs/variational.md.
 
-    python -m scripts.reproduce.variational_widths
+    python -m scripts.reproduce.variational_widths             # lines that docs/variational.json lacks
 
-The target is a logistic regression whose best diagonal and full Gaussians are known to 1e-9. Each line of the table is
+The target is a logistic regression whose best diagonal and full Gaussians are known to 1e-9. BLoB has the same
+regression with weights B A, and the best q of its own family. Each line of the table is
 one method and number of updates, in 32 chains with noise and batches of their own.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +19,11 @@ import torch
 
 from benchmarks.harness import machine
 from benchmarks.table import replaced
-from hf_bayes import FullRankVIConfig, IVONConfig, LowRankVIConfig, MeanFieldConfig
+from hf_bayes import BLoBConfig, FullRankVIConfig, IVONConfig, LowRankVIConfig, MeanFieldConfig
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.methods.variational.gaussian_vi import GaussianVIConfig
-from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Optimum, Regression, fit
+from scripts.reproduce.exact_factors import FactoredRegression
+from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Optimum, Regression, fit, relative_widths
 from scripts.reproduce.report import as_text, circumstances, table
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,12 +40,14 @@ class Line(NamedTuple):
         method: the config of the method.
         batch: rows of an update; None for all.
         share: updates, as a share of ``UPDATES``.
+        target: the kind of regression.
     """
 
     name: str
     method: GaussianVIConfig
     batch: int | None = BATCH
     share: float = 1.0
+    target: type[Regression] = Regression
 
     @property
     def correlates(self) -> bool:
@@ -52,6 +57,12 @@ class Line(NamedTuple):
     def num_updates(self, updates: int) -> int:
         """Return the updates of this line, given the updates of a full line."""
         return round(self.share * updates)
+
+    def num_gradients(self, updates: int) -> int:
+        """Return the gradients of this line, given the updates of a full line."""
+        own, method = self.num_updates(updates), self.method
+        period = method.pair_period if isinstance(method, IVONConfig) and method.num_draws == 1 else None
+        return own * method.num_draws + (0 if period is None else -(-own // period))
 
 
 LINES = (
@@ -73,9 +84,13 @@ LINES = (
     Line("`full_rank_vi`, `num_draws=1`", FullRankVIConfig(num_draws=1)),
     Line("`ivon`", IVONConfig(), None),
     Line("`ivon`", IVONConfig()),
+    Line("`ivon`, `pair_period=None`", IVONConfig(pair_period=None)),
     Line("`ivon`, `num_draws=2`, 2,500 updates", IVONConfig(num_draws=2), share=0.5),
     Line("`ivon`, `num_draws=2`", IVONConfig(num_draws=2)),
     Line("`ivon`, `num_draws=4`", IVONConfig(num_draws=4)),
+    Line("`blob`", BLoBConfig(), None, target=FactoredRegression),
+    Line("`blob`", BLoBConfig(), target=FactoredRegression),
+    Line("`blob`, `num_draws=1`", BLoBConfig(num_draws=1), target=FactoredRegression),
 )
 
 
@@ -84,7 +99,7 @@ def accuracy(line: Line, target: Regression, best: Optimum, *, updates: int, num
     steps = line.num_updates(updates)
     rate = steps**-0.5 if isinstance(line.method, IVONConfig) else LEARNING_RATE
     found = fit(target, line.method, num_steps=steps, learning_rate=rate, batch=line.batch, num_chains=num_chains)
-    relative = found.stds / best.std - 1
+    relative = relative_widths(target, found, best) - 1
     excess = [
         float(target.free_energy(mean, dense(covariance, mean))) - best.free_energy
         for mean, covariance in zip(found.means, found.covariances, strict=True)
@@ -96,25 +111,22 @@ def accuracy(line: Line, target: Regression, best: Optimum, *, updates: int, num
     }
 
 
-def run(*, updates: int = UPDATES, num_chains: int = NUM_CHAINS) -> dict[str, Any]:
-    """Return the accuracy of every line, for both priors."""
+def run(*, updates: int = UPDATES, num_chains: int = NUM_CHAINS, kept: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return the accuracy of every line, for both priors; lines in ``kept`` are not run again."""
     start, lines = time.perf_counter(), []
-    targets = {prior: Regression.with_prior(prior) for prior in PRIORS}
-    optima = {(prior, full): targets[prior].optimum(full=full) for prior in PRIORS for full in (False, True)}
+    known = {(line["name"], line["rows"], line["gradients"]): line for line in kept}
     for line in LINES:
-        found = {
-            f"{prior:g}": accuracy(line, target, optima[prior, line.correlates], updates=updates, num_chains=num_chains)
-            for prior, target in targets.items()
-        }
-        lines.append(
-            {
-                "name": line.name,
-                "rows": line.batch,
-                "gradients": line.num_updates(updates) * line.method.num_draws,
-                "priors": found,
-            }
-        )
-        print(lines[-1], flush=True)
+        about = {"name": line.name, "rows": line.batch, "gradients": line.num_gradients(updates)}
+        before = known.get(tuple(about.values()))
+        if before is None:
+            found = {}
+            for prior in PRIORS:
+                target = line.target.with_prior(prior)
+                best = target.optimum(full=line.correlates)
+                found[f"{prior:g}"] = accuracy(line, target, best, updates=updates, num_chains=num_chains)
+            before = {**about, "priors": found}
+            print(before, flush=True)
+        lines.append(before)
     return {"seconds": round(time.perf_counter() - start), "updates": updates, "chains": num_chains, "lines": lines}
 
 
@@ -135,9 +147,11 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run, keep the record, and make the table of the page."""
+    """Run the lines that the record lacks, keep the record, and make the table of the page."""
     torch.set_num_threads(1)
-    record = {**run(), "machine": machine("cpu")}
+    before = json.loads(RECORD.read_text()) if RECORD.exists() else {"seconds": 0, "lines": []}
+    record = {**run(kept=before["lines"]), "machine": machine("cpu")}
+    record["seconds"] += before["seconds"]
     RECORD.write_text(as_text(record))
     text = PAGE.read_text()
     for name, found in blocks(record).items():

@@ -30,10 +30,21 @@ def test_defaults_are_within_two_percent_of_the_optimum() -> None:
             assert halved[prior]["scatter"] < single[prior]["scatter"] / 2  # at an equal number of gradients
 
 
+def test_a_pair_in_twelve_updates_is_within_two_percent() -> None:
+    found = {line["name"]: line["priors"] for line in json.loads(RECORD.read_text())["lines"] if line["rows"] == BATCH}
+    for prior, figure in found["`ivon`"].items():
+        assert max(figure["scatter"], figure["bias"], figure["free_energy"]) < 0.02  # the requirement
+        assert found["`ivon`, `pair_period=None`"][prior]["scatter"] > 0.02  # the twin: no pair
+
+
 def test_a_short_run_fills_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variational_widths, "LINES", LINES[-2:])
-    shown = blocks({**run(updates=4, num_chains=2), "machine": json.loads(RECORD.read_text())["machine"]})
-    assert "| `ivon`, `num_draws=4` | 32 | 16 |" in shown["widths"]
+    chosen = [line for line in LINES if line.name in ("`ivon`", "`blob`") and line.batch == BATCH]
+    monkeypatch.setattr(variational_widths, "LINES", chosen)
+    made = run(updates=24, num_chains=2)
+    shown = blocks({**made, "machine": json.loads(RECORD.read_text())["machine"]})
+    assert "| `ivon` | 32 | 26 |" in shown["widths"]  # 24 updates, two of them with a pair
+    assert "| `blob` | 32 | 48 |" in shown["widths"]
+    assert run(updates=24, num_chains=3, kept=made["lines"])["lines"] == made["lines"]  # nothing is run again
     assert "nan" not in shown["widths"]
 
 

@@ -207,7 +207,7 @@ def test_policies_need_no_learning_rate(tmp_path: Path, method: MethodConfig) ->
     })  # fmt: skip
     run = BayesianTrainer(
         with_lora(tiny_llama()), method,
-        runs.arguments(tmp_path, learning_rate=None, max_steps=60, logging_steps=30, remove_unused_columns=False),
+        runs.arguments(tmp_path, learning_rate=None, max_steps=20, logging_steps=10, remove_unused_columns=False),
         train_dataset=rows, eval_dataset=rows, likelihood=DirectPreferences(beta=0.5),
         data_collator=default_data_collator,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -109,6 +109,23 @@ def of_ours(folder: Path, model: Any, kwargs: Any = None, **changes: Any) -> tup
     return [entry["loss"] for entry in ours.state.log_history if "loss" in entry], ours
 
 
+class StepsOfTRL(NamedTuple):
+    """A run of ``of_trl`` on a whole model: the folder of its base, its losses, and its parameters."""
+
+    base: str
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def steps_of_trl(tmp_path_factory: pytest.TempPathFactory) -> StepsOfTRL:
+    """Return the run that four tests compare with."""
+    folder = tmp_path_factory.mktemp("trl")
+    base = saved(folder)
+    losses, host = of_trl(folder / "trl", LlamaForCausalLM.from_pretrained(base), learning_rate=0.05)
+    return StepsOfTRL(base, losses, {name: value.detach().clone() for name, value in host.named_parameters()})
+
+
 WRONG_REWARDS = {
     "sign": lambda sums, reference, beta: beta * (sums.unflatten(1, (-1, 2)) + reference),
     "beta": lambda sums, reference, beta: beta**2 * (sums.unflatten(1, (-1, 2)) - reference),
@@ -118,30 +135,29 @@ WRONG_REWARDS = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_REWARDS)
-def test_wrong_rewards_do_not_take_the_steps_of_trl(tmp_path: Path, wrong: str, monkeypatch: Any) -> None:
-    base, rate = saved(tmp_path), {"learning_rate": 0.05}
-    expected, _ = of_trl(tmp_path / "trl", LlamaForCausalLM.from_pretrained(base), **rate)
+def test_wrong_rewards_do_not_take_the_steps_of_trl(
+    tmp_path: Path, steps_of_trl: StepsOfTRL, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(steps_of_trl.base)
     rewards = WRONG_REWARDS[wrong]
     monkeypatch.setattr(
         BayesianModelForPreferences,
         "rewards",
         lambda self, sums, reference: rewards(sums, reference, self.preferences.beta),
     )
-    found, _ = of_ours(tmp_path / "ours", LlamaForCausalLM.from_pretrained(base), {"subspace": "all"}, **rate)
+    found, _ = of_ours(tmp_path / "ours", model, {"subspace": "all"}, learning_rate=0.05)
     # a thousand times the tolerance of the test below
-    assert max(abs(mine - theirs) for mine, theirs in zip(found, expected, strict=True)) > 1e-3
+    assert max(abs(mine - theirs) for mine, theirs in zip(found, steps_of_trl.losses, strict=True)) > 1e-3
 
 
-def test_a_member_at_temperature_zero_takes_the_steps_of_trl(tmp_path: Path) -> None:
-    base = saved(tmp_path)
-    rate = {"learning_rate": 0.05}
-    expected, host = of_trl(tmp_path / "trl", LlamaForCausalLM.from_pretrained(base), **rate)
-    found, ours = of_ours(tmp_path / "ours", LlamaForCausalLM.from_pretrained(base), {"subspace": "all"}, **rate)
+def test_a_member_at_temperature_zero_takes_the_steps_of_trl(tmp_path: Path, steps_of_trl: StepsOfTRL) -> None:
+    model = LlamaForCausalLM.from_pretrained(steps_of_trl.base)
+    found, ours = of_ours(tmp_path / "ours", model, {"subspace": "all"}, learning_rate=0.05)
     # all rows are in every batch, so that only float32 sums in another order differ
-    assert found == pytest.approx(expected, abs=1e-6)
+    assert found == pytest.approx(steps_of_trl.losses, abs=1e-6)
     assert max(found) - min(found) > 1e-2
     # rounding of five steps
-    for name, value in host.named_parameters():
+    for name, value in steps_of_trl.parameters.items():
         column = ours.bayesian.layout.unflatten(ours.bayesian.current.detach())[name]
         assert torch.allclose(column[0], value, atol=1e-5)
 
@@ -226,7 +242,7 @@ def test_every_format_of_pairs_ends_in_a_posterior(tmp_path: Path, rows: Any) ->
 def test_a_run_with_nothing_set_ends_in_a_posterior(tmp_path: Path, method: Any, precomputed: bool) -> None:
     kwargs = {"peft_config": LoraConfig(**LORA), "eval_dataset": Dataset.from_list(PLAIN)}
     model = LlamaForCausalLM.from_pretrained(saved(tmp_path))
-    run = bayesian(tmp_path / "run", model, method, PLAIN, kwargs, learning_rate=None, max_steps=60,
+    run = bayesian(tmp_path / "run", model, method, PLAIN, kwargs, learning_rate=None, max_steps=20,
                    precompute_ref_log_probs=precomputed)  # fmt: skip
     run.train()
     assert run.evaluate()["eval_epistemic"] > 0

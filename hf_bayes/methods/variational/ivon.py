@@ -18,6 +18,14 @@ diagonal Gaussian posterior. Both rates are 1 / sqrt(n) in a run of n updates: t
 exp(-sqrt(n)), and q is the average of the mean and of the variance T / s over the second half. (At stationarity
 E[(h - s) / s] = 0, so the average of 1 / s is unbiased, to third order in rho; the averages of s and log s are not.)
 A step of the mean is at most one standard deviation of q in each coordinate, and |rho (h - s) / s| at most 1.
+
+A single gradient brings the noise of its minibatch into h. The relative variance v of h is then about (rows of the
+data / rows of the update), and a standard deviation of q has the relative error sqrt(v / n) / 2 after n averaged
+updates, whatever rho is: the error is noise, not bias. So one update in ``pair_period`` = p takes a second gradient, at
+mean - delta on the same rows. The odd half of the pair, in the place of g in h, does not have the noise of the
+minibatch. The rate of such an update is r = p rho / (1 + (p - 1) a), and a r in the others, so that its mean over p
+updates stays rho. a weighs both kinds of h by their variances, which are learned: a = v of pairs / v of single
+gradients, at most 1 (without minibatch noise) and at least 1 / p. The weights depend on past draws only.
 """
 
 from __future__ import annotations
@@ -46,6 +54,9 @@ from hf_bayes.methods.variational.gaussian_vi import (
     parts,
 )
 
+SPREAD_RATE = 0.01
+"""The rate of the running means of squares: a memory of 100 updates with a pair, and of 100 without one."""
+
 
 class IVONState(NamedTuple):
     """q, and the draws at which ``update`` receives gradients.
@@ -57,6 +68,7 @@ class IVONState(NamedTuple):
         precision: [M, d] s of the last iterate.
         gradient: [M, d] g_bar.
         noise: [M, P, d] eps of the current draw, or of the current pairs of draws.
+        spread: [M, 2] running means of ((h - s) / s)^2 from 0 on, from single gradients and from pairs.
         step: [M] int64, number of updates done.
     """
 
@@ -66,12 +78,13 @@ class IVONState(NamedTuple):
     precision: Tensor
     gradient: Tensor
     noise: Tensor
+    spread: Tensor
     step: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class IVONConfig(GaussianVIConfig):
-    """Natural-gradient mean-field variational inference, at the cost of AdamW.
+    """Natural-gradient mean-field variational inference, at nearly the cost of AdamW.
 
     The learning rate is a fraction of Newton's step, in (0, 1]. Without one it is 1 / sqrt(number of updates).
 
@@ -79,17 +92,22 @@ class IVONConfig(GaussianVIConfig):
         momentum: beta of the gradient's running mean.
         precision_rate: rho, the share of a new estimate in the precision of q, in (0, 1). It follows the schedule of
             the learning rate; None makes it equal to the learning rate.
+        pair_period: with ``num_draws=1``, every ``pair_period``-th update, the first one included, takes a pair of
+            draws. An update costs 1 + 1 / pair_period gradients on average. None: no update does.
     """
 
     name: ClassVar[str] = "ivon"
     momentum: float = 0.9
     precision_rate: float | None = None
+    pair_period: int | None = 12
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         if self.precision_rate is not None:
             self._check_number("precision_rate", self.precision_rate, minimum=0.0, maximum=1.0, strict=True)
+        if self.pair_period is not None:
+            self._check_count("pair_period", self.pair_period, minimum=2)
 
     @property
     def requirements(self) -> Requirements:
@@ -107,14 +125,15 @@ class IVONConfig(GaussianVIConfig):
             precision = torch.full_like(theta, self.temperature / self.init_std**2)
             steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
             noise = draw_pairs(lambda: zero, self.num_draws)
-            return IVONState(theta, self.temperature / precision, theta, precision, zero, noise, steps)
+            spread = theta.new_zeros(len(theta), 2)
+            return IVONState(theta, self.temperature / precision, theta, precision, zero, noise, spread, steps)
 
         def locate(state: IVONState, rngs: Rngs) -> tuple[Tensor, IVONState]:
             state = state._replace(noise=draw_pairs(lambda: randn(rngs, state.theta), self.num_draws))
             return self._draw(state, 0, 1), state
 
         def anchor(state: IVONState) -> Tensor | None:
-            return other_points(partial(self._draw, state), self.num_draws)
+            return other_points(partial(self._draw, state), self._draws_of_update(state))
 
         def update(state: IVONState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[IVONState, Info]:
             return self._update(state, evaluation, lr, problem)
@@ -127,11 +146,14 @@ class IVONConfig(GaussianVIConfig):
     def _update(self, state: IVONState, evaluation: Evaluation, lr: float, problem: Problem) -> tuple[IVONState, Info]:
         count = int(state.step[0]) + 1  # all chains have done the same updates
         weight, unbias = averaging_weight(problem, count), 1 / (1 - self.momentum**count)
+        num_draws = self._draws_of_update(state)
         rho = lr if self.precision_rate is None else self.precision_rate * lr / problem.learning_rate
+        rates = rho * self._weight(state, num_draws)
         draws = GradientsOfDraws.of(
-            evaluation, problem.prior, partial(self._draw, state), num_draws=self.num_draws, weight=self.prior_weight
+            evaluation, problem.prior, partial(self._draw, state), num_draws=num_draws, weight=self.prior_weight
         )
         log_prior, sums_of_logs = draws.sources[0].log_prior, torch.zeros_like(state.theta[:, :2])
+        squares = torch.zeros_like(state.spread[:, 0])
 
         def advance(
             theta: Tensor,
@@ -150,21 +172,43 @@ class IVONConfig(GaussianVIConfig):
             even, odd = parts(found, precision[:, None] * delta)
             running = torch.lerp(even, running, self.momentum)
             moved = mean - (lr * unbias * running / precision).clamp(-std, std)
-            x = over_pairs(rho / self.temperature * odd * delta).clamp_(-1, 1)  # rho (h - s) / s
+            x = over_pairs(odd * delta / self.temperature)  # (h - s) / s
+            squares.add_(x.square().sum(1))
+            x = (rates * x).clamp_(-1, 1)
             sums_of_logs[:, 0] -= 0.5 * precision.log().sum(1)
             precision = precision * (1 + x + 0.5 * x.square())
             theta, variance = theta.lerp(moved, weight), variance.lerp(self.temperature / precision, weight)
             sums_of_logs[:, 1] += 0.5 * variance.log().sum(1)
             return theta, variance, moved, precision, running
 
-        tensors = *state[:-1], *draws.tensors
+        tensors = *state[:-2], *draws.tensors
         theta, variance, mean, precision, running = in_blocks(advance, *tensors)
-        new = IVONState(theta, variance, mean, precision, running, state.noise, state.step + 1)
-        dim = state.theta.shape[1]
+        dim, spread, kind = state.theta.shape[1], state.spread.clone(), int(num_draws > 1)
+        spread[:, kind].lerp_(squares / dim, SPREAD_RATE)
+        new = IVONState(theta, variance, mean, precision, running, state.noise, spread, state.step + 1)
         sum_of_log_stds = sums_of_logs[:, 0] + 0.5 * dim * math.log(self.temperature)
         drawn_energy = -evaluation.log_lik - self.prior_weight * log_prior
         free_energy = drawn_energy - self.temperature * gaussian_entropy(sum_of_log_stds, dim)
         return new, {"free_energy": free_energy, "std": (sums_of_logs[:, 1] / dim).exp()}
+
+    def _draws_of_update(self, state: IVONState) -> int:
+        """Return the number of draws of the next update."""
+        is_pair = self.num_draws == 1 and self.pair_period is not None and int(state.step[0]) % self.pair_period == 0
+        return 2 if is_pair else self.num_draws
+
+    def _weight(self, state: IVONState, num_draws: int) -> Tensor:
+        """Return the rate of an update of ``num_draws``, divided by its mean over updates; [M, 1]."""
+        period, done = self.pair_period, int(state.step[0])
+        if self.num_draws > 1 or period is None:
+            return torch.ones_like(state.spread[:, :1])
+        num_pairs = -(-done // period)
+        known = [1 - (1 - SPREAD_RATE) ** number for number in (done - num_pairs, num_pairs)]  # as in Adam
+        ratio = torch.ones_like(state.spread[:, :1])
+        if all(known):
+            single, pair = state.spread.split(1, 1)
+            tiny = torch.finfo(single.dtype).tiny
+            ratio = ((pair / known[1] + tiny) / (single / known[0] + tiny)).clamp(1 / period, 1)
+        return (1 if num_draws > 1 else ratio) * period / (1 + (period - 1) * ratio)
 
     def _draw(self, state: IVONState, pair: int, sign: int) -> Tensor:
         """Return mean + sign delta [M, d] of a pair at the last iterate."""

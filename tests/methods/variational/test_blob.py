@@ -15,6 +15,8 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import GaussianPrior
+from scripts.reproduce.exact_factors import FactoredRegression
+from scripts.reproduce.exact_widths import errors, fit
 from tests import runs
 from tests.methods.by_hand import evaluated
 from tests.tiny_models import batch, tiny_llama, with_lora
@@ -74,6 +76,24 @@ def test_a_is_gaussian_and_b_is_at_its_mode(temperature: float) -> None:
     assert free_energy == pytest.approx(least, abs=3 * 1.5 / math.sqrt(6000))
     # the twin: the entropy of B's unused standard deviations would count
     assert abs(free_energy - temperature * 2 * math.log(0.01) - least) > 1
+
+
+@pytest.mark.statistics
+def test_minibatches_keep_the_optimum_of_the_family() -> None:
+    target = FactoredRegression.with_prior(1.0)
+    best = target.optimum()
+    # B has no variance, and no gradient is left at the optimum
+    assert best.std[-1] == 0
+    mean = best.mean.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(target.free_energy(mean, best.covariance), mean)
+    assert gradient.abs().max() < 1e-6  # LBFGS stops where F changes by less than float64 resolves
+    pairs, single = (
+        errors(target, fit(target, BLoBConfig(num_draws=k), num_steps=4000, learning_rate=0.01, batch=32), best)
+        for k in (2, 1)
+    )
+    assert pairs.bias_of_std < 0.02  # the requirements, as in the next line
+    assert pairs.free_energy < 0.02
+    assert single.std > 1.5 * pairs.std  # the twin: the batch's own error
 
 
 def test_an_energy_without_names_is_mean_field() -> None:

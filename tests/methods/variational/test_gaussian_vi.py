@@ -39,7 +39,7 @@ FAMILIES: dict[str, GaussianVIConfig] = {
     "blob": BLoBConfig(points="point", **SGD),
     "low_rank_vi": LowRankVIConfig(rank=2, **SGD),
     "full_rank_vi": FullRankVIConfig(**SGD),
-    "ivon": IVONConfig(momentum=0.0, precision_rate=0.01, init_std=0.5),
+    "ivon": IVONConfig(momentum=0.0, precision_rate=0.01, init_std=0.5, pair_period=None),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -167,7 +167,7 @@ def test_one_gradient_for_a_pair_is_no_update() -> None:
 
 def test_pairs_are_the_default_of_optimisers() -> None:
     kinds = (MeanFieldConfig, LowRankVIConfig, FullRankVIConfig, BLoBConfig, IVONConfig)
-    assert [kind().requirements.gradients_per_update for kind in kinds] == [2, 2, 2, 1, 1]
+    assert [kind().requirements.gradients_per_update for kind in kinds] == [2, 2, 2, 2, 1]
 
 
 def test_the_trainer_evaluates_the_model_at_every_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_the_trainer_evaluates_the_model_at_every_draw(tmp_path: Path, monkeypat
     monkeypatch.setattr(active_run, "measure_spread", plan_of_spread)
     calls = []
     for num_draws in (1, 4):
-        made = trainer(tmp_path / str(num_draws), IVONConfig(num_draws=num_draws), max_steps=2)
+        made = trainer(tmp_path / str(num_draws), IVONConfig(num_draws=num_draws, pair_period=None), max_steps=2)
         passes: list[None] = []
         made.bayesian.register_forward_hook(lambda *found, passes=passes: passes.append(None))
         made.train()
