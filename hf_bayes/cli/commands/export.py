@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
 
 from hf_bayes.cli.card import rewrite_card
@@ -83,6 +84,9 @@ class ExportArguments:
         for name, fits in belongs.items():
             if not fits and getattr(self, name) is not None and getattr(self, name) is not False:
                 raise ValueError(f"--{name} does not go with --{target}: leave it out")
+
+        if self.repo_id is not None:
+            validate_repo_id(self.repo_id)
 
     def network(self, posterior: Posterior) -> Tensor:
         """Return the network [d] of ``member`` or ``mean``."""
