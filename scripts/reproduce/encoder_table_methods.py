@@ -97,7 +97,7 @@ def methods(scale: Scale) -> dict[str, Method]:
         ),
         "map_long": Method(
             lambda std: MAPConfig(prior_std=prior(std)),
-            {"learning_rate": (1e-3, 3e-3), "std": wide}, {f"MAP, trained {members} times as long": None},
+            {"learning_rate": (1e-3, 3e-3), "std": wide}, {f"MAP, {members} times the updates": None},
         ),
         "ensemble": Method(
             lambda std: EnsembleConfig(num_chains=members, prior_std=prior(std)),
