@@ -85,8 +85,9 @@ def resume_point(given: str | bool | None) -> str | bool | None:
 
 
 def end_process_group() -> None:
-    """End the process group, if there is one. Call this as the last line of a launched script, outside the function with the trainer.
+    """End the process group, if there is one.
 
+    Call this as the last line of a launched script, outside the function with the trainer.
     The threads of gloo end with the last reference to their group. A trainer is part of reference cycles, so it would
     hold its groups until the interpreter shuts down. The threads would then abort a process that has finished.
     """

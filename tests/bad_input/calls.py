@@ -187,6 +187,6 @@ CALLS = [
     Call(f"{EXPORT} --adapter new --member 9", ("has no member 9, expected 0 to 1",)),
     Call(f"{EXPORT} --adapter full --member 0", ("full is not empty",)),
     Call(f"{EXPORT} --model a_file --member 0", ("a_file",)),
-    Call(f"{EXPORT} --custom_generate new --repo_id 'a b'", ("Repo id must", "'a b'")),
+    Call(f"{EXPORT} --custom_generate new --repo_id 'a b'", ("--repo_id must be a repository", "got 'a b'")),
     Call(f"{EXPORT} --card true --results missing.json", ("missing.json: no such file",)),
 ]  # fmt: skip
