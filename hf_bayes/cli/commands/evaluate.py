@@ -94,10 +94,16 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
 
 
 def measure(
-    model: BayesianModel, sets: Mapping[str, Dataset], case: Case, collate: Collate, *, batch_size: int = 8
+    model: BayesianModel,
+    sets: Mapping[str, Dataset],
+    case: Case,
+    collate: Collate,
+    *,
+    batch_size: int = 8,
+    hide: bool = False,
 ) -> tuple[Found, dict[str, Any]]:
     """Return the statistics of each set of encoded rows, "test" among them, and the results of ``evaluate``."""
-    found = statistics_of(model, sets, case, collate, batch_size=batch_size)
+    found = statistics_of(model, sets, case, collate, batch_size=batch_size, hide=hide)
     others = {name: statistics for name, statistics in found.items() if name != TEST}
     about = {"task": model.task, "members": model.num_members, "temperature": model.mixture_temperature}
     return found, {**about, **evaluation_results(found[TEST], others, case.figures)}
