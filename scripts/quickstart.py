@@ -7,26 +7,34 @@ the language reference: plain fine-tuning, a deep ensemble of four, and ``Bayesi
 four chains of SGHMC. No learning rate, prior or temperature is given: every run finds its own, and ends by fitting one
 temperature of its predictions on validation text. The script compares them on test text, on source code (near out of
 distribution) and on ROT13 (far), on which nothing is chosen. A new process loads the last posterior and generates.
+
+Two runs go at a time, in a process each with half of the threads: the model is too small to keep two cores busy alone.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from quickstart_base import pretrain_base, train_tokenizer, windows
 from quickstart_corpora import corpora
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -87,7 +95,7 @@ class Contender(NamedTuple):
 
 
 def contenders(args: Arguments) -> dict[str, Contender]:
-    """Return name -> contender. The last one is shown."""
+    """Return name -> contender. The last one is shown, and takes longest."""
     return {
         "plain": Contender(MAPConfig(), args.updates),
         "plain, 4 x longer": Contender(MAPConfig(), 4 * args.updates),
@@ -127,11 +135,11 @@ class Trained(NamedTuple):
 
 
 def read_texts(texts: Mapping[str, list[str]], args: Arguments, base: Path) -> Texts:
-    """Cut the texts into windows, once for all runs."""
+    """Write the texts to files, and cut them into windows, once for all runs."""
     tokenizer = AutoTokenizer.from_pretrained(base)
+    for name in ("finetune", "validation", TEST, *OTHER):
+        (base.parent / f"{name}.txt").write_text("\n".join(texts[name]), encoding="utf-8")
     files = {name: str(base.parent / f"{name}.txt") for name in (TEST, *OTHER)}
-    for name, file in files.items():
-        Path(file).write_text("\n".join(texts[name]), encoding="utf-8")
     scored = WindowArguments(length=args.length, max_windows=args.test_windows)
     return Texts(
         base,
@@ -158,7 +166,7 @@ def fine_tune(name: str, args: Arguments, texts: Texts) -> Trained:
             max_steps=contender.updates,
             per_device_train_batch_size=args.batch_size,
             map_updates=0,  # the first row of the table is the comparison
-            disable_tqdm=False,
+            disable_tqdm=True,  # one bar counts the runs
             save_strategy="no",
             report_to="none",
             seed=args.seed,
@@ -196,6 +204,43 @@ def show(directory: str, output_dir: str) -> None:
     (Path(output_dir) / "generated.html").write_text(to_html(records, title="Epistemic uncertainty, token by token"))
 
 
+class Outcome(NamedTuple):
+    """The rows of the table, the folder of the posterior and the method of a run."""
+
+    rows: list[list[str]]
+    directory: Path
+    method: str
+
+
+def run(name: str, args: Arguments, texts: Texts, threads: int) -> Outcome:
+    """Train one contender, evaluate it, and draw the figure of the last one. This runs in a process of its own."""
+    torch.set_num_threads(threads)
+    with quiet():
+        trained = fine_tune(name, args, texts)
+        model, rows = trained.model, []
+        if name == "plain":
+            with model.showing(model.current, temperature=1.0):
+                _, results = measure(model, texts.scored, WINDOW_CASE, default_data_collator, hide=True)
+            rows.append([name, *cells(results, trained)])
+        found, results = measure(model, texts.scored, WINDOW_CASE, default_data_collator, hide=True)
+        rows.append([name + ", with t" * bool(rows), *cells(results, trained)])
+        if name == list(contenders(args))[-1]:
+            write(found, results, WINDOW_CASE, trained.directory / "evaluation")
+    return Outcome(rows, trained.directory, trained.method)
+
+
+def run_all(args: Arguments, texts: Texts) -> dict[str, Outcome]:
+    """Return name -> outcome. Two contenders run at a time, the longest first."""
+    names = list(contenders(args))
+    workers = min(2, os.cpu_count() or 1)
+    threads = max(1, torch.get_num_threads() // workers)
+    # a forked process could hang in the threads of its parent
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(run, name, args, texts, threads): name for name in reversed(names)}
+        found = {running[done]: done.result() for done in tqdm(as_completed(running), "runs", len(names), leave=False)}
+    return {name: found[name] for name in names}
+
+
 def compare(args: Arguments, console: Console) -> Path:
     """Pretrain, fine-tune in four ways, evaluate each, and print one table. Return the last posterior."""
     texts, output = corpora(), Path(args.output_dir)
@@ -205,35 +250,41 @@ def compare(args: Arguments, console: Console) -> Path:
         texts["pretrain"], tokenizer, output / "base", length=args.length, epochs=args.base_epochs, seed=args.seed
     )
     console.print(f"{base['parameters'] / 1e6:.1f} million parameters, {base['seconds']:.0f} s")
-    cut = read_texts(texts, args, output / "base")
+    console.print(f"It is fine-tuned, two runs at a time: {'; '.join(contenders(args))}")
+    found = run_all(args, read_texts(texts, args, output / "base"))
     table = Table(title="Test text, and telling other text from it (AUROC)")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    for name in contenders(args):
-        console.print(f"Fine-tuning: {name}")
-        trained = fine_tune(name, args, cut)
-        model = trained.model
-        if name == "plain":
-            with model.showing(model.current, temperature=1.0):
-                _, results = measure(model, cut.scored, WINDOW_CASE, default_data_collator)
-            table.add_row(name, *cells(results, trained))
-            name += ", with t"
-        found, results = measure(model, cut.scored, WINDOW_CASE, default_data_collator)
-        table.add_row(name, *cells(results, trained))
-    write(found, results, WINDOW_CASE, trained.directory / "evaluation")
-    console.print(f"With nothing set, the run has chosen {trained.method}")
+    for outcome in found.values():
+        for row in outcome.rows:
+            table.add_row(*row)
+    console.print(f"With nothing set, the run has chosen {outcome.method}")
     console.print(table)
-    return trained.directory
+    return outcome.directory
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out bars and messages of libraries and runs, and the warning about one member, which is meant to be one."""
+    logger = logging.getLogger("hf_bayes.training.trainer")
+
+    def says_more(record: logging.LogRecord) -> bool:
+        return "has 1 member" not in record.getMessage()
+
+    warnings.filterwarnings("ignore", message=".*1 member: (its )?epistemic uncertainty")
+    logger.addFilter(says_more)
+    try:
+        with quiet_libraries(), hidden_bars(), without_messages():
+            yield
+    finally:
+        logger.removeFilter(says_more)
 
 
 def main() -> None:
     """Compare ways to fine-tune, and generate from the last posterior in a new process."""
     (args,) = parse_arguments(Arguments)
     start, console = time.perf_counter(), Console(width=120)
-    # the rows of plain fine-tuning have one member, as their names say
-    warnings.filterwarnings("ignore", message=".*1 member: (its )?epistemic uncertainty")
-    logging.getLogger("hf_bayes.training.trainer").addFilter(lambda record: "has 1 member" not in record.getMessage())
-    with quiet_libraries(), hidden_bars(), without_messages():
+    with quiet():
         if args.show:
             return show(args.show, args.output_dir)
         directory = compare(args, console)

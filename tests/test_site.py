@@ -12,18 +12,11 @@ import pytest
 import yaml
 
 import hf_bayes
-from docs.site_hooks import on_page_markdown
+from docs.site_hooks import on_page_markdown, on_post_page
 from scripts.run_tutorials import NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-
-
-class Loader(yaml.SafeLoader):
-    """YAML with the names of Python functions that MkDocs allows, which are not resolved here."""
-
-
-Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
 
 
 def pages(entries: Any) -> Iterator[str]:
@@ -34,7 +27,7 @@ def pages(entries: Any) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_menu_once() -> None:
-    menu = list(pages(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)["nav"]))
+    menu = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]))
     tutorials = [f"tutorials/{name}.md" for name in NAMES]
     assert sorted(menu) == sorted([*(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")), *tutorials])
 
@@ -60,3 +53,41 @@ def test_the_reference_has_every_public_name_once() -> None:
 )
 def test_links_lead_to_pages_or_become_text(page: str, text: str, expected: str) -> None:
     assert on_page_markdown(text, page=SimpleNamespace(file=SimpleNamespace(src_uri=page))) == expected
+
+
+def shown(text: str) -> str:
+    return on_page_markdown(text, page=SimpleNamespace(file=SimpleNamespace(src_uri="README.md")))
+
+
+def test_a_diagram_of_layers_needs_no_script() -> None:
+    page = shown((DOCS / "architecture.md").read_text("utf-8"))
+    assert "mermaid" not in page
+    assert (
+        page.index("<code>cli</code>") < page.index("<code>fit</code> <code>training</code>") < page.index("<code>core")
+    )
+    with pytest.raises(ValueError, match="expected a diagram of layers"):
+        shown("```mermaid\nflowchart TD\n    a --> b\n    c --> d\n```")
+
+
+def test_only_diagrams_of_layers_are_drawn() -> None:
+    others = [page.name for page in DOCS.rglob("*.md") if "```mermaid" in shown(page.read_text("utf-8"))]
+    assert others == []
+
+
+@pytest.mark.parametrize(
+    ("html", "loads"),
+    [
+        ('<script src="https://unpkg.com/mermaid@11/dist/mermaid.min.js"></script>', True),
+        ('<link rel="stylesheet" href="//fonts.googleapis.com/css">', True),
+        ("<img src=https://example.org/badge.svg>", True),
+        ('<a href="https://example.org">elsewhere</a><img src="images/heat_map.png">', False),
+        ('<link rel="canonical" href="https://example.org/">', False),
+    ],
+)
+def test_a_page_that_loads_from_another_server_is_refused(html: str, loads: bool) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    if not loads:
+        assert on_post_page(html, page=page) == html
+        return
+    with pytest.raises(ValueError, match=r"page.md loads .* must work offline"):
+        on_post_page(html, page=page)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import DatasetDict
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, TaskType, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_splits
 from hf_bayes.core.config import MethodConfig
@@ -42,18 +49,33 @@ class ModelArguments:
     lora_layers: list[int] | None = field(default=None, metadata={"help": "Indices of blocks. Default: all."})
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer. A tokenizer without a padding token pads with its end-of-sequence token."""
-        tokenizer = AutoTokenizer.from_pretrained(self.model_name_or_path, **self._repository)
+        """Return the model's tokenizer. A tokenizer without a padding token pads with its end-of-sequence token.
+
+        Raises:
+            ValueError: if there is none, or for settings of the model that no model has.
+        """
+        self._check()
+        with loading("the tokenizer", self.model_name_or_path):
+            tokenizer = AutoTokenizer.from_pretrained(self.model_name_or_path, **self._repository)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
     def load_model(self, auto_class: Any, **fields: Any) -> PreTrainedModel:
-        """Return the model with these ``fields`` of its config. ``config_overrides`` take precedence."""
+        """Return the model with these ``fields`` of its config. ``config_overrides`` take precedence.
+
+        Raises:
+            ValueError: for a folder that holds no model, or one with an adapter, and for a field that no config has.
+        """
+        self._check()
         fields = {**fields, **mapping(self.config_overrides)}
-        model: PreTrainedModel = auto_class.from_pretrained(
-            self.model_name_or_path, dtype=self.dtype, **self._repository, **fields
-        )
+        with loading("the model", self.model_name_or_path):
+            config = AutoConfig.from_pretrained(self.model_name_or_path, **self._repository)
+        self._check_overrides(config)
+        with loading("the model", self.model_name_or_path):
+            model: PreTrainedModel = auto_class.from_pretrained(
+                self.model_name_or_path, dtype=self.dtype, **self._repository, **fields
+            )
         return model
 
     def add_lora(self, model: PreTrainedModel, task_type: TaskType) -> nn.Module:
@@ -70,6 +92,27 @@ class ModelArguments:
         )
         adapted = get_peft_model(model, lora)
         return adapted
+
+    def _check(self) -> None:
+        """Refuse what transformers and peft would refuse in other words, or not at all."""
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank must be at least 0, which is no LoRA, got {self.lora_rank}: give a rank, or 0")
+        kind = getattr(torch, self.dtype, None)
+        if self.dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+            raise ValueError(f"dtype must be auto, float32, bfloat16 or another of torch's, got {self.dtype!r}")
+        if (Path(self.model_name_or_path) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{self.model_name_or_path} is a folder with an adapter or a posterior, expected a base model: give "
+                "the model that the adapter belongs to, or merge the adapter (hf-bayes export --model) and give that"
+            )
+
+    def _check_overrides(self, config: Any) -> None:
+        """Check that the config has each field of ``config_overrides``."""
+        for name in mapping(self.config_overrides):
+            if not hasattr(config, name):
+                near = difflib.get_close_matches(name, vars(config), n=1)
+                advice = f"did you mean {near[0]!r}?" if near else "leave it out"
+                raise ValueError(f"config_overrides: {type(config).__name__} has no field {name!r}: {advice}")
 
     @property
     def _repository(self) -> dict[str, Any]:
@@ -108,6 +151,8 @@ class MethodArguments:
             raise ValueError(
                 f"method_args={self.method_args!r} are fields of a method: name it with --method, or leave them out"
             )
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"--budget must be at least 1, got {self.budget}: it counts minibatch gradients")
         if not self.compares and self.budget is not None:
             given = "no --method" if self.method is None else f"--method {self.method}"
             raise ValueError(f"--budget={self.budget} is for --method auto, got {given}: leave it out")
@@ -140,6 +185,25 @@ class DataArguments:
         )
 
 
+@contextmanager
+def loading(what: str, place: str) -> Iterator[None]:
+    """Turn the errors of transformers about a place into one error that names it.
+
+    Raises:
+        ValueError: naming the place, with the beginning of the reason.
+    """
+    try:
+        yield
+    except (OSError, ValueError, AttributeError, TypeError, SafetensorError, StrictDataclassError) as error:
+        where = f"of {place!r}" if Path(place).exists() else f"of {place!r}, which is no folder here,"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+        raise ValueError(
+            f"{what} {where} cannot be loaded ({reason.rstrip('.')}): give the folder of a model with its "
+            "tokenizer, or the name of a model of the Hub"
+        ) from error
+
+
 def mapping(fields: dict[str, Any] | str | None) -> dict[str, Any]:
     """Return fields as a mapping: from a file (a mapping), the command line (JSON) or None.
 
@@ -162,4 +226,7 @@ def method_config(name: str, fields: dict[str, Any] | str | None = None) -> Meth
     Raises:
         ValueError: for an unknown method or field, or a refused value.
     """
-    return from_dict({**mapping(fields), "name": name})
+    given = mapping(fields)
+    if given.get("name", name) != name:
+        raise ValueError(f"method_args name the method {given['name']!r}, and --method is {name!r}: leave one out")
+    return from_dict({**given, "name": name})

@@ -8,6 +8,7 @@ from peft import TaskType
 from transformers import AutoModelForSequenceClassification
 
 from hf_bayes.cli.arguments import DataArguments, ModelArguments
+from hf_bayes.cli.data import check_length
 from hf_bayes.cli.labels import labelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
 from hf_bayes.cli.scripts import Problem
@@ -29,6 +30,9 @@ class LabelArguments:
     padding: Padding = field(
         default="data", metadata={"help": "Pad every batch to the longest row of the data, or to that of the batch."}
     )
+
+    def __post_init__(self) -> None:
+        check_length(self.max_length)
 
 
 def classifier(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
 
 _FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -45,6 +46,7 @@ def load_splits(
             f"validation_fraction must be at least 0, which holds no row out, and below 1, got {validation_fraction}: "
             "give the share of the training rows to evaluate on, such as 0.1"
         )
+    _refuse_format(dataset)
     if Path(dataset).suffix in _FORMATS:
         files = {"train": matching(dataset)}
         if validation_file is not None:
@@ -88,6 +90,7 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
             f"held_out must lie strictly between 0 and 1, got {held_out}: each episode is tested on its end, so give "
             "the share of it, such as 0.15"
         )
+    _refuse_format(source)
     if Path(source).suffix in _FORMATS:
         rows = _load_files({"train": matching(source)})["train"]
     else:
@@ -158,11 +161,50 @@ def _load_files(files: dict[str, list[str]]) -> DatasetDict:
             f"files must all be of one format out of {', '.join(_FORMATS)}, got {', '.join(sorted(suffixes))}"
         )
     kind = _FORMATS[suffixes.pop()]
-    for file in (file for group in files.values() for file in group):
+    every = [file for group in files.values() for file in group]
+    for file in every:
         if Path(file).stat().st_size == 0:
             raise ValueError(f"{file} is empty")
     # A text file is one text: windows cross the ends of lines.
-    return load_dataset(kind, data_files=files, **({"sample_by": "document"} if kind == "text" else {}))
+    options = {"sample_by": "document"} if kind == "text" else {}
+    try:
+        return load_dataset(kind, data_files=files, **options)
+    except (DatasetsError, ValueError) as error:
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{', '.join(every)}: a file has 0 rows, expected one or more") from error
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ValueError(
+            f"{', '.join(every)} cannot be read as {kind} ({reason}): correct the file, and save it in UTF-8"
+        ) from error
+
+
+def _refuse_format(name: str) -> None:
+    """Refuse a local file of another format, which would be looked for on the Hub."""
+    if Path(name).is_file() and Path(name).suffix not in _FORMATS:
+        raise ValueError(f"{name} is a file of another format, expected one of {', '.join(_FORMATS)}")
+
+
+def read_text(file: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+        OSError: for a file that cannot be read.
+        ValueError: for a file in another encoding than UTF-8.
+    """
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8 ({error}): save it in this encoding") from error
+
+
+def check_length(max_length: int | None) -> None:
+    """Check the number of tokens that are kept of a text.
+
+    Raises:
+        ValueError: if it is below 1.
+    """
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"--max_length must be at least 1, got {max_length}: it counts the tokens kept of a text")
 
 
 def check_split(split: Dataset, column: str, what: str) -> None:

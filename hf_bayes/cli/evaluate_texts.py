@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hf_bayes.cli.data import load_rows
+from hf_bayes.cli.data import check_length, load_rows
 from hf_bayes.cli.evaluation import TEST, Collate
 from hf_bayes.cli.labels import unlabelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
@@ -29,6 +29,9 @@ class TextArguments:
         default="data",
         metadata={"help": "Pad every batch to the longest row of the data, or to that of the batch."},
     )
+
+    def __post_init__(self) -> None:
+        check_length(self.max_length)
 
 
 def text_sets(

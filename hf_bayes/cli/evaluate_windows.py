@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
+from hf_bayes.cli.data import read_text
 from hf_bayes.cli.evaluate_classes import scored_classes
 from hf_bayes.cli.evaluation import Case, Collate, Target
 from hf_bayes.cli.token_windows import token_windows, window_length
@@ -38,7 +38,7 @@ def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, li
     Raises:
         ValueError: for a text shorter than a window.
     """
-    text = Dataset.from_dict({"text": [Path(path).read_text(encoding="utf-8")]})
+    text = Dataset.from_dict({"text": [read_text(path)]})
     rows = token_windows(text, tokenizer, length=length, join=True)
     whole = [row for row in rows["input_ids"] if len(row) == length]
     if not whole:

@@ -63,7 +63,13 @@ class Case:
 
 @torch.no_grad()
 def evaluate(
-    model: BayesianModel, sets: Mapping[str, Dataset], case: Case, collate: Collate, *, batch_size: int
+    model: BayesianModel,
+    sets: Mapping[str, Dataset],
+    case: Case,
+    collate: Collate,
+    *,
+    batch_size: int,
+    hide: bool = False,
 ) -> Found:
     """Return the statistics of each set.
 
@@ -71,6 +77,7 @@ def evaluate(
         sets: name -> encoded rows with ``labels``.
         collate: the collator of the rows.
         batch_size: rows of a batch.
+        hide: True shows no progress bar.
     Raises:
         ValueError: for predictions that are not finite.
     """
@@ -78,7 +85,8 @@ def evaluate(
     for name, rows in sets.items():
         read = case.scored if name == TEST else case.unscored
         pieces, counts = [], []
-        for batch in tqdm(DataLoader(rows, batch_size=batch_size, collate_fn=collate), desc=name, leave=False):
+        loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
+        for batch in tqdm(loader, desc=name, leave=False, disable=hide):
             inputs = {key: value.to(model.device) for key, value in batch.items()}
             statistics, _ = model.read_predictions(inputs, read)
             pieces.append({key: value.cpu().double() for key, value in statistics.items()})

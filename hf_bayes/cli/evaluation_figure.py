@@ -16,7 +16,6 @@ from hf_bayes.metrics.evaluation import curves, row_means, uncertainties
 from hf_bayes.metrics.figures import Figures, Statistics
 
 LINES = ("-", "--", ":", "-.")
-FILLED = 3  # more overlapping areas cannot be told apart
 BINS = 30
 SMALLEST_COVERAGE = 0.05
 
@@ -97,11 +96,14 @@ def plot(found: Mapping[str, Statistics], results: Mapping[str, Any], figures: F
 
 
 def _look(number: int) -> dict[str, Any]:
-    """Return the style of the histogram of a set: areas for the first sets, outlines for all further ones."""
-    turn, place = divmod(number, len(COLOURS))
-    if number < FILLED:
-        return {"color": COLOURS[place], "alpha": 0.65}
-    return {"color": COLOURS[place], "histtype": "step", "linestyle": LINES[turn % len(LINES)], "linewidth": 1.5}
+    """Return the style of the histogram of a set: an area for the test set, and outlines for all others.
+
+    Overlapping areas would mix their colours, which some eyes cannot tell apart; lines differ in their dashes, too.
+    """
+    colour = COLOURS[number % len(COLOURS)]
+    if number == 0:
+        return {"color": colour, "alpha": 0.65}
+    return {"color": colour, "histtype": "step", "linestyle": LINES[(number - 1) % len(LINES)], "linewidth": 1.7}
 
 
 def _histograms(

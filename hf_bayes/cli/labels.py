@@ -150,6 +150,10 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
         head = {"num_labels": 1, "problem_type": "regression"}
         return LabelReader(head, finite_number, "a finite number", "drop such rows, or leave noise_std out for classes")
     several, given = classes_in(feature)
+    if isinstance(feature, dict):
+        raise ValueError(
+            f"the column {column!r} holds mappings, expected a class, a list of classes or a number: name another"
+        )
     if given is not None:
         names = given
         index: dict[Any, int] = {number: number for number in range(len(names))}

@@ -99,8 +99,9 @@ def _overview() -> str:
 
 def _sentence(error: BaseException) -> str:
     """Return the first line of an error, and how to see the rest."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror.lower()}"  # without "[Errno 2]"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:  # without "[Errno 2]"
+        named = str(error.filename) in error.strerror
+        return error.strerror if named else f"{error.filename or repr('')}: {error.strerror.lower()}"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines) == 1 else f"{lines[0]} (--traceback shows the rest)"
 

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ def parse_arguments(*types: Any, arguments: Sequence[str] | None = None, first: 
         first: the field that a first word without a flag is the value of, unless it is a FILE.
     Raises:
         ValueError: for a file that is not a mapping, a field that no dataclass has, or a value of another type.
+        OSError: for a file that cannot be read.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and not given[0].startswith("-"):
@@ -63,10 +65,12 @@ def parse_arguments(*types: Any, arguments: Sequence[str] | None = None, first: 
         file = given[place + 1]
         # The file comes before the flags, because argparse takes the last of two equal flags.
         given = [*_as_flags(_read(file), types, where=file), *given[:place], *given[place + 2 :]]
-    parser = _Parser(types)
-    *found, rest = parser.parse_args_into_dataclasses(
-        args=given, look_for_args_file=False, return_remaining_strings=True
-    )
+    try:
+        *found, rest = _parser(types).parse_args_into_dataclasses(
+            args=given, look_for_args_file=False, return_remaining_strings=True
+        )
+    except json.JSONDecodeError as error:  # of an argument that transformers reads
+        raise ValueError(f"expected a mapping in JSON such as '{{\"a\": 1}}', got {error.doc!r}: {error}") from error
     if rest:
         near = difflib.get_close_matches(rest[0], [f"--{each.name}" for each in _fields(types)], n=1)
         advice = f"did you mean {near[0]}?" if near else "see --help"
@@ -74,14 +78,23 @@ def parse_arguments(*types: Any, arguments: Sequence[str] | None = None, first: 
     return tuple(found)
 
 
+@cache
+def _parser(types: tuple[Any, ...]) -> _Parser:
+    return _Parser(types, allow_abbrev=False)  # a file of fields knows no abbreviations either
+
+
 def _read(file: str) -> dict[str, Any]:
-    text = Path(file).read_text(encoding="utf-8")
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8 ({error}): save it in this encoding") from error
     try:
         content = json.loads(text) if file.endswith(".json") else yaml.load(text, _Loader)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a mapping of fields to values, got {type(content).__name__}")
+        found = "nothing" if content is None else type(content).__name__
+        raise ValueError(f"{file} must hold a mapping of fields to values, got {found}: write lines such as seed: 1")
     return content
 
 
@@ -89,18 +102,23 @@ def _fields(types: Sequence[Any]) -> list[dataclasses.Field[Any]]:
     return [each for kind in types for each in dataclasses.fields(kind) if each.init]
 
 
-def _as_flags(values: dict[str, Any], types: Sequence[Any], *, where: str) -> list[str]:
+def _as_flags(values: dict[str, Any], types: tuple[Any, ...], *, where: str) -> list[str]:
     """Return the command-line flags of these values, so that one parser checks and converts files and flags alike."""
     defaults = {each.name: each.default for each in _fields(types)}
-    unknown = sorted(set(values) - set(defaults))
+    unknown = [f"{name}" for name in values if name not in defaults]
     if unknown:
-        raise ValueError(f"{where} has fields that this command does not have: {', '.join(unknown)}")
+        near = difflib.get_close_matches(unknown[0], defaults, n=1)
+        advice = f"did you mean {near[0]}?" if near else "see --help"
+        raise ValueError(f"{where} has fields that this command does not have: {', '.join(unknown)}; {advice}")
+    several = {action.dest for action in _parser(types)._actions if action.nargs in ("+", "*")}
     flags: list[str] = []
     for name, value in values.items():
         if value is None:
             if defaults[name] is not None:
                 raise ValueError(f"{where}: {name} cannot be null; leave it out for its default")
             continue
+        if isinstance(value, list) and name not in several:
+            raise ValueError(f"{where}: {name} takes one value, got the list {value}: give one of them")
         items = as_list(value)
         flags += [f"--{name}", *(json.dumps(i) if isinstance(i, (dict, bool)) else str(i) for i in items)]
     return flags

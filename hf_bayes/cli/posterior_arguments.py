@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from hf_bayes.cli.data import check_texts, load_rows
+from hf_bayes.cli.data import check_texts, load_rows, read_text
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.pipelines.factory import pipeline
@@ -66,7 +66,7 @@ def given_texts(texts: Sequence[str], file: str | None, *, column: str, flag: st
         column: the column of the texts in a .csv, .jsonl or .parquet file.
         flag: the flag of the texts, for the error message.
     Raises:
-        ValueError: for texts from both or from neither.
+        ValueError: for texts from both or from neither, and for a file without texts.
         OSError: for a file that cannot be read.
     """
     if bool(texts) == bool(file):
@@ -75,7 +75,7 @@ def given_texts(texts: Sequence[str], file: str | None, *, column: str, flag: st
     if file is None:
         return list(texts)
     if Path(file).suffix == ".txt":
-        return [Path(file).read_text(encoding="utf-8")]
+        return [read_text(file)]
     rows = load_rows(file)
     check_texts(rows, column, file)
     return list(rows[column])

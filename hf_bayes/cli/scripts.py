@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate import PartialState
 from rich.console import Console
 from transformers import set_seed
@@ -84,10 +85,12 @@ def resume_point(given: str | bool | None) -> str | bool | None:
 
 
 def end_process_group() -> None:
-    """End the process group. Call this as the last line of a launched script, outside the function with the trainer.
+    """End the process group, if there is one.
 
+    Call this as the last line of a launched script, outside the function with the trainer.
     The threads of gloo end with the last reference to their group. A trainer is part of reference cycles, so it would
     hold its groups until the interpreter shuts down. The threads would then abort a process that has finished.
     """
-    PartialState().destroy_process_group()
-    gc.collect()
+    if torch.distributed.is_initialized():
+        PartialState().destroy_process_group()
+        gc.collect()  # takes a third of a second

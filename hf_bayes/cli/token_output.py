@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_bayes.cli.json_text import json_text
+from hf_bayes.cli.output_file import check_file
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.pipelines.records import PARTS
 from hf_bayes.pipelines.rendering import to_html
@@ -27,6 +28,10 @@ class OutputArguments:
     html: str | None = field(
         default=None, metadata={"help": "Also write a page with the tokens in colour to this file."}
     )
+
+    def __post_init__(self) -> None:
+        if self.html is not None:
+            check_file(self.html, flag="--html")
 
 
 def show(records: Sequence[Mapping[str, Any]], output: OutputArguments) -> None:

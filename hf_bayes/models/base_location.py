@@ -54,12 +54,15 @@ def locate(
 
 @contextmanager
 def reaching(posterior: Posterior, name: str, given: Any) -> Iterator[None]:
-    """Add a hint to ``base_model=`` if loading from a recorded name fails, since the name may have been a path."""
+    """Name the place if loading fails, with a hint to ``base_model=`` if it was recorded: it may have been a path."""
     try:
         yield
     except OSError as error:
-        if given is not None or os.path.isdir(name):
+        if os.path.isdir(name):
             raise
+        if given is not None:
+            reason = str(error).partition("\n")[0]
+            raise OSError(f"{name!r} is no folder here, and cannot be loaded from the Hub: {reason}") from error
         raise OSError(f"{_missing(posterior, name)} ({error})") from error
 
 

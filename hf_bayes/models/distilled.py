@@ -57,6 +57,7 @@ class Student:
     prediction = DISTILLED
     link: str | None = None
     averages_members = False
+    mixes_networks = False
 
     def __init__(self, model: BayesianModel) -> None:
         if model.posterior is None:

@@ -43,6 +43,7 @@ class MemberPredictor:
     prediction = "members"
     link: str | None = None
     averages_members = True
+    mixes_networks = True
     imitates: tuple[str, int] | None = None
 
     def check_shown(self) -> None:
@@ -68,6 +69,7 @@ class LinearisedPredictor:
     """
 
     averages_members = False
+    mixes_networks = False
     imitates: tuple[str, int] | None = None
 
     def __init__(self, model: BayesianModel, link: str) -> None:

@@ -72,11 +72,14 @@ class Predictor(Protocol):
         link: how Gaussian logits become probabilities, a name of ``gaussian_links.LINKS``; None if nothing is
             linearised.
         averages_members: False if predictions integrate over the Gaussian, independently of a number of members.
+        mixes_networks: True if the prediction is the mixture of the networks with the weights of the members, so that
+            held-out rows can judge any members.
         imitates: the prediction and number of members that a distilled student imitates; None for other predictors.
     """
 
     link: str | None
     averages_members: bool
+    mixes_networks: bool
     imitates: tuple[str, int] | None
 
     @property

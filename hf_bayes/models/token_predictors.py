@@ -54,6 +54,7 @@ class MemberTokens:
     prediction = "members"
     link: str | None = None
     averages_members = True
+    mixes_networks = True
     imitates: tuple[str, int] | None = None
     keeps_caches = True
     cuts_feed_forward = True
@@ -97,6 +98,7 @@ class LinearisedTokens(MemberTokens):
             a mixture, or for a model that PyTorch cannot differentiate in forward mode.
     """
 
+    mixes_networks = False
     keeps_caches = False  # a cache would have to hold derivatives
     tensors_per_state = 2  # a hidden state and its tangent
 
@@ -151,6 +153,7 @@ class ClosedFormTokens:
     """
 
     averages_members = False
+    mixes_networks = False
     imitates: tuple[str, int] | None = None
     keeps_caches = False
     cuts_feed_forward = True

@@ -30,7 +30,7 @@ class HeldOutRows:
         context: the context of each forward pass, for autocast.
         hide: True shows no progress bar; None shows one only on a terminal.
     Raises:
-        ValueError: if the model is linearised, because its predictions then use no draws.
+        ValueError: if the model does not predict by the networks of its members.
     """
 
     def __init__(
@@ -43,8 +43,11 @@ class HeldOutRows:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hide: bool | None = None,
     ) -> None:
-        if model.is_linearised or model.is_closed_form:
-            raise ValueError("held-out rows judge draws, and a linearised model has none: call linearise(None) first")
+        if not model.predictor.mixes_networks:
+            raise ValueError(
+                "held-out rows judge the networks with the weights of draws, got a model whose prediction is "
+                f"{model.predictor.prediction!r}: call linearise(None) first"
+            )
         self.model, self.batches, self.num_rows = model, batches, num_rows
         self.mesh, self.context = mesh, context
         self._bar = tqdm(desc="held-out rows", unit="pass", disable=hide, leave=False)

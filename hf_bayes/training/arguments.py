@@ -125,10 +125,19 @@ class BayesianTrainingArguments(TrainingArguments):
                 "are sampled and is not supported: leave it out of accelerate's flags and config file, and quantise a "
                 "base that does not fit one device"
             )
+        if self.output_dir == "":
+            raise ValueError(
+                "output_dir must be a folder, got an empty name: leave it out for the default, or name one"
+            )
         super().__post_init__()  # type: ignore[no-untyped-call]
         for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not is_finite_number(self.num_train_epochs) or self.num_train_epochs < 0:
+            raise ValueError(f"num_train_epochs must be a finite number >= 0, got {self.num_train_epochs!r}")
         for name in ("learning_rate", "num_data", "noise_std"):
             value = getattr(self, name)
             if value is not None and not (is_finite_number(value) and value > 0):

@@ -37,10 +37,19 @@ def schedule(active: ActiveRun, optimizer: torch.optim.Optimizer, of_trainer: Ca
         optimizer: its learning rate.
         of_trainer: makes the schedule of the training arguments.
         num_steps: the number of updates that Trainer plans.
+    Raises:
+        ValueError: for arguments that the schedule does not have, and for a rate above the peak.
     """
     if active.method.schedule is not None:
         return LambdaLR(optimizer, partial(rate_factor, active.method, draw_steps=active.problem.draw_steps))
-    scheduler = of_trainer()
+    try:
+        scheduler = of_trainer()
+    except TypeError as error:
+        given = active.host.args.lr_scheduler_kwargs
+        raise ValueError(
+            f"lr_scheduler_kwargs={given!r} do not fit lr_scheduler_type="
+            f"{SchedulerType(active.host.args.lr_scheduler_type).value!r} ({error}): correct them, or leave them out"
+        ) from error
     _require_below_peak(scheduler, num_steps, active.host.args, active.problem.learning_rate)
     return scheduler
 

@@ -83,7 +83,8 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
             [c[name] / p[name] for c, p in zip(cells, points, strict=False)] for name in ("training", "inference")
         ]
         members, on = cells[0]["members"] or "-", cells[0]["processor"]
-        cost.append([row, members, gradients[row], *(spread(ratio, 1) if ratio else "-" for ratio in ratios), on])
+        times = [spread(ratio, 1) if ratio else "-" for ratio in ratios]
+        cost.append([row, members, f"{gradients[row] / gradients['MAP']:g}", *times, on])
     chosen = []
     for row in found:
         grid = record["rows"][row]["grid"]
@@ -94,7 +95,9 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     return {
         "quality": table(["method", "accuracy", "NLL", "ECE", "Brier", "OOD AUROC, TU", "OOD AUROC, EU"], quality),
         "entropies": table(["method", "TU, test", "TU, OOD", "EU, test", "EU, OOD", "TU - NLL, test"], entropies),
-        "cost": table(["method", "members", "gradients", "training / MAP's", "inference / MAP's", "on"], cost),
+        "cost": table(
+            ["method", "members", "gradients / MAP's", "training time / MAP's", "inference time / MAP's", "on"], cost
+        ),
         "diagnostics": accounts_table(
             {
                 row: [cell["diagnostics"] for cell in cells]

@@ -108,7 +108,7 @@ def optimisers(scale: Scale) -> dict[str, Method]:
         ),
         "map_long": Method(
             lambda std: MAPConfig(prior_std=prior(std)),
-            {"learning_rate": (1e-3, 3e-3), "std": WIDE}, {f"MAP, trained {scale.members} times as long": None},
+            {"learning_rate": (1e-3, 3e-3), "std": WIDE}, {f"MAP, {scale.members} times the updates": None},
         ),
         "ensemble": Method(
             lambda std: EnsembleConfig(num_chains=scale.members, prior_std=prior(std)),

@@ -111,6 +111,40 @@ PLAN = {
 }  # fmt: skip
 
 
+class Idea(NamedTuple):
+    """An idea that verdicts have in common.
+
+    Attributes:
+        mark: words that every verdict of this idea has, and no verdict of a later idea needs.
+        says: the idea in a sentence.
+        advice: what to do.
+    """
+
+    mark: str
+    says: str
+    advice: str
+
+
+IDEAS = (
+    Idea("is right nevertheless", "the size of EU is right, and single predictions need more independent draws",
+         "more draws or a longer burn-in; until then, the mean of EU over many inputs"),
+    Idea("on their way from their start", "the chains are still near their start, and EU is too small",
+         "longer burn-in, larger learning rate"),
+    Idea("gradient noise heats", "minibatches heat the chains, and EU is too large",
+         "larger batch, lower learning rate"),
+    Idea("draws are too wide", "the Gaussian is too wide where the data decide, and EU is too large by about as much",
+         "`structure='kronecker'` or `'full'`, or a sampler"),
+    Idea("draws are too narrow", "the Gaussian is too narrow where the data decide, and EU is too small by about as "
+         "much", "`structure='kronecker'` or `'full'`, or a sampler"),
+    Idea("move by the exact energy", "the spread of the Gaussian is right, but its mean or a width is wrong: EU is too "
+         "large", "a sampler"),
+    Idea("convergence not defined", "members of an optimiser are no draws, and their EU is not the posterior's",
+         "a sampler or a Laplace approximation"),
+    Idea("converged", "nothing is wrong", "-"),
+)  # fmt: skip
+"""The first idea whose mark is in a verdict is its idea."""
+
+
 def trained(rows: Target, case: Case, directory: str) -> BayesianTrainer:
     """Return the trainer after its run."""
     set_seed(0)
@@ -185,14 +219,42 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
          _yes(size_agrees(run)), WORDS[judged(run).converged], _yes(agrees(run))]
         for name, label, run in runs
     ]  # fmt: skip
-    verdicts = [[name, label, judged(run).verdict] for name, label, run in runs]
     return {
         "count": "\n".join(_count(runs, gold) for gold in (None, *record["runs"])),
         "runs": table(
             ["gold", "run", "EU / gold", "spread", "drift", "size of EU", "agrees", "converged", "agrees"], rows
         ),
-        "verdicts": table(["gold", "run", "verdict"], verdicts),
+        **_grouped(runs),
     }
+
+
+def idea_of(verdict: str) -> Idea:
+    """Return the idea of a verdict.
+
+    Raises:
+        ValueError: for a verdict of no idea.
+    """
+    for idea in IDEAS:
+        if idea.mark in verdict:
+            return idea
+    raise ValueError(f"no idea has the words of the verdict {verdict!r}: add one to IDEAS")
+
+
+def _grouped(runs: list[tuple[str, str, Mapping[str, Any]]]) -> dict[str, str]:
+    """Return the table of ideas with their runs, and the verdict of the first run of each idea in full."""
+    verdicts = [(name, label, judged(run).verdict) for name, label, run in runs]
+    groups = {idea: [found for found in verdicts if idea_of(found[2]) == idea] for idea in IDEAS}
+    rows = [[idea.says, idea.advice, _named(group)] for idea, group in groups.items() if group]
+    examples = [f"- `{group[0][0]}`, {group[0][1]}: {group[0][2]}" for group in groups.values() if group]
+    return {"verdicts": table(["it says", "what to do", "runs"], rows), "examples": "\n".join(examples)}
+
+
+def _named(group: list[tuple[str, str, str]]) -> str:
+    """Return the names of runs, by gold."""
+    golds: dict[str, list[str]] = {}
+    for name, label, _ in group:
+        golds.setdefault(name, []).append(label)
+    return "<br>".join(f"`{name}`: {'; '.join(labels)}" for name, labels in golds.items())
 
 
 def _count(runs: list[tuple[str, str, Mapping[str, Any]]], gold: str | None) -> str:

@@ -12,7 +12,7 @@ def test_a_long_verdict_stays_within_the_figure(length: int) -> None:
     found = {"verdict": verdict, "unmoved": [0.0, 0.0]}
     figure = plot({"method": {"name": "sghmc"}, "diagnostics": found}, {})
     assert figure is not None
-    (title,) = figure.texts
+    title = figure.texts[0]
     box = title.get_window_extent(FigureCanvasAgg(figure).get_renderer())
     assert box.width <= figure.bbox.width
     assert title.get_text().split() == f"sghmc: {verdict}".split()

@@ -109,7 +109,7 @@ def test_a_run_goes_on_where_it_stopped(
 
     tables = encoder_table.blocks(record)
     assert all(row in tables["quality"] for row in ("MAP", "Laplace, diagonal, GLM", "SWAG of a-GPS"))
-    assert "| MAP | 1 | 40 | 1.0 ± 0.0 | 1.0 ± 0.0 |" in tables["cost"]
+    assert "| MAP | 1 | 1 | 1.0 ± 0.0 | 1.0 ± 0.0 |" in tables["cost"]
     encoder_table.figures(record, tmp_path)
     assert (tmp_path / "encoder_table.png").exists()
 

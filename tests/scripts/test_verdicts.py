@@ -12,7 +12,7 @@ from hf_bayes import LaplaceConfig
 from hf_bayes.diagnostics.verdict import Diagnostics
 from scripts.reproduce.gold_chains import Gold
 from scripts.reproduce.gold_targets import FeaturesConfig
-from scripts.reproduce.verdicts import Case, agrees, measured, size_agrees
+from scripts.reproduce.verdicts import Case, agrees, idea_of, measured, size_agrees
 from tests.scripts.test_golds import small_target
 
 
@@ -41,3 +41,11 @@ def test_a_run_is_measured_against_its_gold(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < found["tv"] < 1
     assert 0 < found["eu"] < math.log(3)  # relative to an EU of one nat
     assert Diagnostics(**{"dim": 15, "distance": [0.1], **found["measurements"]}).kind == "gaussian"
+
+
+def test_the_first_mark_in_a_verdict_is_its_idea() -> None:
+    small = "the positions are on their way from their start: longer burn-in; the draws are too narrow along ..."
+    assert idea_of(small).says.startswith("the chains are still near their start")
+    assert idea_of(f"{small} The size of epistemic uncertainty is right nevertheless").says.startswith("the size of EU")
+    with pytest.raises(ValueError, match="no idea has the words of the verdict 'divergent moves'"):
+        idea_of("divergent moves")

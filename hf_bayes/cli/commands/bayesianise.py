@@ -20,6 +20,7 @@ from hf_bayes.models.base_model import describe_head
 from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.storage import check_writable
 
 
 @dataclass
@@ -66,6 +67,7 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
             "--heldout is needed, got none: the posterior is as wide as held-out rows allow. Give a file of rows with "
             "labels that the adapter was not trained on"
         )
+    check_writable(args.output_dir)
     posterior = _with_labels(read_adapter(args.adapter), args.labels)
     model = _load(posterior, args)
     model.to(PartialState().device)  # the device that training would use

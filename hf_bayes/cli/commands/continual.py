@@ -26,6 +26,7 @@ from hf_bayes.core.hashing import fingerprint_json
 from hf_bayes.core.layout import select
 from hf_bayes.models.base_model import describe
 from hf_bayes.models.input_check import context_of
+from hf_bayes.posteriors.storage import check_folder
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checkpoints import newest_complete
 from hf_bayes.training.trainer import BayesianTrainer
@@ -63,6 +64,8 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
         {method: [[test loss of episode e] after episode n]}.
     """
     refuse_push(args)
+    configs = methods(given)  # wrong settings are refused before a model is loaded
+    check_folder(str(args.output_dir))
     output, tokenizer = Path(str(args.output_dir)), model_args.load_tokenizer()
     first = _new_model(model_args, args)
     window = window_length(given.window, context_of(first.get_base_model())[0], default=2048)
@@ -85,7 +88,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     hide = bool(args.disable_tqdm) or args.process_index > 0
     with tqdm(total=len(given.methods) * len(train), unit="episode", disable=hide) as bar:
         learner = _Learner(model_args, args, tokenizer, test, bar)
-        for name, config in methods(given).items():
+        for name, config in configs.items():
             folder, before, results[name] = output / name, None, []
             if name == "offline":  # as many updates as all episodes together, on all data
                 found = learner.learn(concatenate_datasets(train), folder, config, None, len(train))

@@ -14,6 +14,7 @@ from rich.console import Console
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.diagnosis_figure import plot
 from hf_bayes.cli.diagnosis_table import table
+from hf_bayes.cli.output_file import check_file
 from hf_bayes.posteriors import hub
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import TRACE
@@ -26,6 +27,9 @@ class DiagnosisArguments:
 
     posterior: str = field(metadata={"help": "A posterior directory or a repository of the Hub."})
     output: str = field(default="diagnostics.png", metadata={"help": "File of the figure."})
+
+    def __post_init__(self) -> None:
+        check_file(self.output, flag="--output", formats=(".png", ".pdf", ".svg"))
 
 
 def diagnose(args: DiagnosisArguments) -> None:

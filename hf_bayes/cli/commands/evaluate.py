@@ -40,6 +40,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.storage import check_folder
 from hf_bayes.uncertainty.custom.weighted import without_weights
 
 
@@ -73,6 +74,7 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     files = named_files(args.test, args.ood)
     for file in files.values():
         matching(file)  # a missing file is found before the model is loaded
+    check_folder(args.output_dir)
     posterior = Posterior.from_pretrained(args.posterior)
     case = case_of(posterior.config, args.posterior)
     chosen = own_arguments(case, own, args.posterior)
@@ -92,10 +94,16 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
 
 
 def measure(
-    model: BayesianModel, sets: Mapping[str, Dataset], case: Case, collate: Collate, *, batch_size: int = 8
+    model: BayesianModel,
+    sets: Mapping[str, Dataset],
+    case: Case,
+    collate: Collate,
+    *,
+    batch_size: int = 8,
+    hide: bool = False,
 ) -> tuple[Found, dict[str, Any]]:
     """Return the statistics of each set of encoded rows, "test" among them, and the results of ``evaluate``."""
-    found = statistics_of(model, sets, case, collate, batch_size=batch_size)
+    found = statistics_of(model, sets, case, collate, batch_size=batch_size, hide=hide)
     others = {name: statistics for name, statistics in found.items() if name != TEST}
     about = {"task": model.task, "members": model.num_members, "temperature": model.mixture_temperature}
     return found, {**about, **evaluation_results(found[TEST], others, case.figures)}

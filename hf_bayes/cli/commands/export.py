@@ -12,6 +12,7 @@ from hf_bayes.cli.card import rewrite_card
 from hf_bayes.cli.command import Command
 from hf_bayes.models.exporting import export_adapter, export_model, network_of_draw, network_of_mean
 from hf_bayes.pipelines.space import write_space
+from hf_bayes.posteriors.compat import is_repo_id
 from hf_bayes.posteriors.custom_generate import export_custom_generate
 from hf_bayes.posteriors.model_card import known_fields
 from hf_bayes.posteriors.posterior import Posterior
@@ -83,6 +84,9 @@ class ExportArguments:
         for name, fits in belongs.items():
             if not fits and getattr(self, name) is not None and getattr(self, name) is not False:
                 raise ValueError(f"--{name} does not go with --{target}: leave it out")
+
+        if self.repo_id is not None and not is_repo_id(self.repo_id):
+            raise ValueError(f"--repo_id must be a repository of the Hub such as user/posterior, got {self.repo_id!r}")
 
     def network(self, posterior: Posterior) -> Tensor:
         """Return the network [d] of ``member`` or ``mean``."""

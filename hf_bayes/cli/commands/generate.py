@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import set_seed
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.posterior_arguments import PosteriorArguments, given_texts
 from hf_bayes.cli.token_output import OutputArguments, show
+from hf_bayes.core.rng import require_seed
 
 
 @dataclass
@@ -31,6 +33,18 @@ class PromptArguments:
         default=None, metadata={"help": "Probability of the tokens that may be drawn (with --do_sample)."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of the draws."})
+
+    def __post_init__(self) -> None:
+        require_seed(self.seed, largest=2**32 - 1)  # numpy, which transformers seeds, takes no larger one
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"--temperature must be a finite number > 0, got {self.temperature}: for the most probable tokens, "
+                "leave it and --do_sample out"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"--top_p must be above 0 and at most 1, got {self.top_p}: it is a probability")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -28,6 +28,10 @@ class TuningArguments:
     budget: int | None = field(default=None, metadata={"help": BUDGET_HELP})
     subspace: str = field(default="trainable", metadata={"help": SUBSPACE_HELP})
 
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"--budget must be at least 1, got {self.budget}: it counts minibatch gradients")
+
 
 def tune(
     model_args: ModelArguments,

@@ -90,6 +90,7 @@ class BackwardPredictor:
 
     prediction = SINGLE_PASS
     averages_members = False
+    mixes_networks = False
     imitates: tuple[str, int] | None = None
 
     def __init__(self, model: BayesianModel, link: str = "bridge", rank: int = RANK) -> None:

@@ -64,6 +64,7 @@ class SinglePassPredictor:
 
     prediction = SINGLE_PASS
     averages_members = False
+    mixes_networks = False
     imitates: tuple[str, int] | None = None
 
     def __init__(
@@ -158,6 +159,7 @@ class SinglePassTokens:
     prediction = SINGLE_PASS
     link: str | None = None
     averages_members = False
+    mixes_networks = False
     imitates: tuple[str, int] | None = None
     keeps_caches = True
     cuts_feed_forward = False  # its outputs at positions that are not read are padded in place

@@ -26,7 +26,7 @@ Writing needs POSIX (rename over an open file, flock on a directory). Reading do
 from hf_bayes.posteriors.storage.content import Content
 from hf_bayes.posteriors.storage.group import Alone, Group
 from hf_bayes.posteriors.storage.manifest import MANIFEST, POSTERIOR
-from hf_bayes.posteriors.storage.ownership import check_writable
+from hf_bayes.posteriors.storage.ownership import check_folder, check_writable
 from hf_bayes.posteriors.storage.read import listed_files, read_directory, read_file
 from hf_bayes.posteriors.storage.recovery import recover
 from hf_bayes.posteriors.storage.seal import check_seal, seal, unseal
@@ -38,6 +38,7 @@ __all__ = [
     "Alone",
     "Content",
     "Group",
+    "check_folder",
     "check_seal",
     "check_writable",
     "listed_files",

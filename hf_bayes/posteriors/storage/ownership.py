@@ -38,8 +38,7 @@ def check_writable(directory: str | os.PathLike[str], overwrite: bool = True, *,
         ValueError: if it holds files that must not be overwritten.
     """
     root = Path(directory)
-    check_is_directory(root)
-    _probe(root)
+    check_folder(root)
     if not root.exists():
         return
     manifest = own_manifest(root, format)
@@ -53,9 +52,16 @@ def check_writable(directory: str | os.PathLike[str], overwrite: bool = True, *,
         refuse_foreign(root, manifest)
 
 
-def _probe(root: Path) -> None:
-    """Make and remove an empty directory in ``root``, or in its nearest parent that exists."""
-    base = root
+def check_folder(directory: str | os.PathLike[str]) -> None:
+    """Check that files can be written to a directory, which may be missing. Nothing is changed.
+
+    An empty directory is made and removed in it, or in its nearest parent that exists.
+
+    Raises:
+        OSError: if the directory is a file or cannot be written to.
+    """
+    root = base = Path(directory)
+    check_is_directory(root)
     while not base.exists():
         base = base.parent
     try:

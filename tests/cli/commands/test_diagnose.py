@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,17 @@ def test_what_is_stored_is_small_and_shown_by_one_command(
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
     figure = plot(loaded.config.to_dict(), loaded.trace)
     assert figure is not None
-    titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
-    assert [title.split(":")[0].split(" of ")[0] for title in titles] == [
-        "probe", "log-likelihood", "R-hat", "held-out NLL", "kinetic temperature", "kinetic temperature",
-        "configurational temperature", "injected over minibatch noise (variances)", "distance from the start",
+    panels = [axis for axis in figure.axes if axis.get_title()]
+    assert [re.split(": | of |, ", axis.get_title())[0] for axis in panels] == [
+        "log-likelihood", "R-hat and ESS", "R-hat", "held-out NLL", "kinetic temperature", "kinetic temperature",
+        "configurational temperature", "injected over minibatch noise", "distance from the start",
         "distance over the reach", "weights that the first noisy update left unchanged", "loss",
     ]  # fmt: skip
+    figure.draw_without_rendering()  # places the parts
+    for axis in panels:
+        (reading,) = axis.texts
+        assert reading.get_window_extent().y0 >= axis.bbox.y1  # above the data
+        assert axis.get_legend() is None or axis.get_legend().get_window_extent().y1 <= axis.bbox.y0  # and below it
 
 
 def test_a_posterior_without_a_run_has_a_table_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

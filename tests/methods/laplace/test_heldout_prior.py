@@ -216,13 +216,14 @@ def test_unused_and_missing_held_out_rows_are_refused(changes: dict, options: di
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_a_linearised_model_has_no_draws_and_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prediction", ["linearised", "linearised_probit", "single_pass"])
+def test_held_out_rows_refuse_a_model_that_mixes_no_networks(tmp_path: Path, prediction: str) -> None:
     model, data, *_ = regression()
     fit_laplace(model, data, subspace="last_layer", noise_std=NOISE).save_pretrained(tmp_path)
     config = LaplaceConfig(fit_prior="heldout")
     loaded = BayesianModelForSequenceClassification.from_pretrained(tmp_path, base_model=model)
-    message = r"a linearised model has none: call linearise\(None\) first"
-    with loaded.linearise() as bayesian, pytest.raises(ValueError, match=message):
+    message = rf"got a model whose prediction is '{prediction}': call linearise\(None\) first"
+    with loaded.predict_by(prediction) as bayesian, pytest.raises(ValueError, match=message):
         fit_laplace(bayesian, data, config, heldout=data)
 
 
