@@ -25,8 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore:.*did not converge")  # a warning is no error, and comes before it
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.line.replace("/", "|"))
-def test_a_wrong_call_ends_in_one_sentence(folder: Path, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
-    os.chdir(folder)
+def test_a_wrong_call_ends_in_one_sentence(
+    folder: Path, call: Call, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
     assert main(shlex.split(call.line)) == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said
