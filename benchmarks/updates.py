@@ -35,7 +35,7 @@ ROUNDS = 5
 LEFT_OUT = {"sghmc", "full_rank_vi"}
 """Methods without a line: the one that others are compared with, and one for a few thousand parameters at most."""
 
-PERIODS = {"swag": 10}
+PERIODS = {"swag": 10, "ivon": 12}
 """Updates that are timed at once, where not one."""
 
 
@@ -47,10 +47,9 @@ def measure(settings: Settings) -> list[Line]:
     for name, config in configs.items():
         rule, reference = build(config, _problem(dim)), build(SGHMCConfig(), _problem(dim))
         if isinstance(rule, Rule) and isinstance(reference, Rule):
-            needs, period = config.requirements, PERIODS.get(name, 1)
-            told, gradients = needs.gradient_variance == "needed", needs.gradients_per_update
+            told, period = config.requirements.gradient_variance == "needed", PERIODS.get(name, 1)
             works = {
-                "ours": _update(rule, settings.device, dim, period, gradients, told=told),
+                "ours": _update(rule, settings.device, dim, period, told=told),
                 "single": _update(reference, settings.device, dim),
             }
             seconds = interleave(works, min(settings.rounds, ROUNDS))
@@ -78,29 +77,30 @@ def _problem(dim: int) -> Problem:
     return Problem(1000, prior, 0.01, 1002, 2, shapes, draw_steps=range(502, 1003, 500), update_fraction=1 / 1002)
 
 
-def _update(rule: Rule, device: str, dim: int, period: int = 1, gradients: int = 1, *, told: bool = False) -> Work:
+def _update(rule: Rule, device: str, dim: int, period: int = 1, *, told: bool = False) -> Work:
     """Return the work of an update with given gradients, for each of them; the mean of ``period`` updates.
 
     Args:
-        gradients: the number of gradients of an update.
         told: the variance of the gradient comes with it, small enough to leave noise to inject.
     """
     rngs = chain_generators(0, CHAINS, device=device)
     theta = 0.1 * torch.randn(CHAINS, dim, device=device, generator=rngs[0])
     variance = torch.ones(CHAINS, TENSORS, device=device) if told else None
-    beside = None if gradients == 1 else -theta[:, None].expand(-1, gradients - 1, -1).clone()
-    evaluation = Evaluation(torch.zeros(CHAINS, device=device), theta.clone(), variance, anchor_grad=beside)
+    evaluation = Evaluation(torch.zeros(CHAINS, device=device), theta.clone(), variance)
+    beside = -theta[:, None]
     state: Any = rule.init(theta, rngs)
 
     def work() -> float:
         nonlocal state
-        begin = _now(device)
+        begin, gradients = _now(device), 0
         with torch.no_grad():
             for _ in range(period):
                 _, state = rule.locate(state, rngs)
-                rule.anchor(state)
-                state, _ = rule.update(state, evaluation, 0.01, rngs)
-        return (_now(device) - begin) / (period * gradients)
+                points = rule.anchor(state)
+                given = evaluation if points is None else evaluation._replace(anchor_grad=beside.expand_as(points))
+                state, _ = rule.update(state, given, 0.01, rngs)
+                gradients += 1 if points is None else 1 + points.shape[1]
+        return (_now(device) - begin) / gradients
 
     return work
 

@@ -1,4 +1,4 @@
-"""Train a small model and posteriors over it in five minutes on two cores, without a network: from text to uncertainty.
+"""Train a small model and posteriors over it in four minutes on two cores, without a network: from text to uncertainty.
 
     python scripts/quickstart.py
 
