@@ -28,7 +28,7 @@ LOADED = re.compile(
     r"""<(?:script|img|iframe|source|video|audio|embed)\b[^>]*\bsrc=["']?((?:https?:)?//[^\s"'>]*)"""
     r"""|<link\b(?![^>]*\brel=["']?canonical)[^>]*\bhref=["']?((?:https?:)?//[^\s"'>]*)"""
 )
-"""What a browser loads with a page, from another server."""
+"""It finds what a browser loads with a page from another server."""
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_splits
+from hf_bayes.cli.parsing import check_count
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.registry import from_dict
 
@@ -151,8 +152,7 @@ class MethodArguments:
             raise ValueError(
                 f"method_args={self.method_args!r} are fields of a method: name it with --method, or leave them out"
             )
-        if self.budget is not None and self.budget < 1:
-            raise ValueError(f"--budget must be at least 1, got {self.budget}: it counts minibatch gradients")
+        check_count("budget", self.budget, "minibatch gradients")
         if not self.compares and self.budget is not None:
             given = "no --method" if self.method is None else f"--method {self.method}"
             raise ValueError(f"--budget={self.budget} is for --method auto, got {given}: leave it out")

@@ -8,9 +8,9 @@ from peft import TaskType
 from transformers import AutoModelForSequenceClassification
 
 from hf_bayes.cli.arguments import DataArguments, ModelArguments
-from hf_bayes.cli.data import check_length
 from hf_bayes.cli.labels import labelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
+from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.scripts import Problem
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
@@ -32,7 +32,7 @@ class LabelArguments:
     )
 
     def __post_init__(self) -> None:
-        check_length(self.max_length)
+        check_count("max_length", self.max_length, "the tokens kept of a text")
 
 
 def classifier(

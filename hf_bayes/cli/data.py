@@ -184,29 +184,6 @@ def _refuse_format(name: str) -> None:
         raise ValueError(f"{name} is a file of another format, expected one of {', '.join(_FORMATS)}")
 
 
-def read_text(file: str) -> str:
-    """Return the text of a file.
-
-    Raises:
-        OSError: for a file that cannot be read.
-        ValueError: for a file in another encoding than UTF-8.
-    """
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8 ({error}): save it in this encoding") from error
-
-
-def check_length(max_length: int | None) -> None:
-    """Check the number of tokens that are kept of a text.
-
-    Raises:
-        ValueError: if it is below 1.
-    """
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"--max_length must be at least 1, got {max_length}: it counts the tokens kept of a text")
-
-
 def check_split(split: Dataset, column: str, what: str) -> None:
     """Check that a split has rows and the column. ``what`` names the split in the error.
 

@@ -9,10 +9,11 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hf_bayes.cli.data import check_length, load_rows
+from hf_bayes.cli.data import load_rows
 from hf_bayes.cli.evaluation import TEST, Collate
 from hf_bayes.cli.labels import unlabelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
+from hf_bayes.cli.parsing import check_count
 
 
 @dataclass
@@ -31,7 +32,7 @@ class TextArguments:
     )
 
     def __post_init__(self) -> None:
-        check_length(self.max_length)
+        check_count("max_length", self.max_length, "the tokens kept of a text")
 
 
 def text_sets(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
-from hf_bayes.cli.data import read_text
 from hf_bayes.cli.evaluate_classes import scored_classes
 from hf_bayes.cli.evaluation import Case, Collate, Target
+from hf_bayes.cli.parsing import check_count, read_text
 from hf_bayes.cli.token_windows import token_windows, window_length
 from hf_bayes.metrics.figures import NEXT_TOKENS
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
@@ -28,8 +28,7 @@ class WindowArguments:
     max_windows: int = field(default=200, metadata={"help": "Largest number of windows of each text, evenly spread."})
 
     def __post_init__(self) -> None:
-        if self.max_windows < 1:
-            raise ValueError(f"--max_windows must be at least 1, got {self.max_windows}: it counts windows of a text")
+        check_count("max_windows", self.max_windows, "windows of a text")
 
 
 def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> Dataset:

@@ -83,11 +83,33 @@ def _parser(types: tuple[Any, ...]) -> _Parser:
     return _Parser(types, allow_abbrev=False)  # a file of fields knows no abbreviations either
 
 
-def _read(file: str) -> dict[str, Any]:
+def read_text(file: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+        OSError: for a file that cannot be read.
+        ValueError: for a file in another encoding than UTF-8.
+    """
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8 ({error}): save it in this encoding") from error
+
+
+def check_count(flag: str, value: int | None, counts: str) -> None:
+    """Check the value of a flag that counts something; None is its default.
+
+    Args:
+        counts: what it counts, for the error.
+    Raises:
+        ValueError: if it is below 1.
+    """
+    if value is not None and value < 1:
+        raise ValueError(f"--{flag} must be at least 1, got {value}: it counts {counts}")
+
+
+def _read(file: str) -> dict[str, Any]:
+    text = read_text(file)
     try:
         content = json.loads(text) if file.endswith(".json") else yaml.load(text, _Loader)
     except (json.JSONDecodeError, yaml.YAMLError) as error:

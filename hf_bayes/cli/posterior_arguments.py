@@ -9,7 +9,8 @@ from typing import Any
 
 from accelerate import PartialState
 
-from hf_bayes.cli.data import check_texts, load_rows, read_text
+from hf_bayes.cli.data import check_texts, load_rows
+from hf_bayes.cli.parsing import read_text
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.pipelines.factory import pipeline

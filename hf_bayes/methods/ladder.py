@@ -321,7 +321,7 @@ def _by_row(draws: Tensor, members: int | None, data_pass: DataPass) -> RowScore
 
 
 def _is_better(other: RowScores, now: RowScores) -> bool:
-    """Whether a score is lower by more than the standard error of the difference."""
+    """Return whether a score is lower by more than the standard error of the difference."""
     difference = float((other.nll - now.nll).sum() / now.terms.sum())
     return difference < -(difference_std_error(other, now) or 0.0)
 

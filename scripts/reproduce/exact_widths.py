@@ -64,7 +64,7 @@ class Regression:
 
     @property
     def start(self) -> Tensor:
-        """Where chains start, [d]."""
+        """Return the point [d] where chains start."""
         return torch.zeros(DIM, dtype=torch.float64)
 
     def evaluate(self, theta: Tensor, rows: Tensor | None) -> Evaluation:

@@ -34,6 +34,7 @@ from hf_bayes.cli.evaluation_cases import CASES, case_of, head_of, own_arguments
 from hf_bayes.cli.evaluation_figure import plot
 from hf_bayes.cli.evaluation_table import tables
 from hf_bayes.cli.json_text import json_text
+from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.metrics import evaluation_results
 from hf_bayes.models.base import BayesianModel
@@ -56,8 +57,7 @@ class EvaluationArguments(PosteriorArguments):
     batch_size: int = field(default=8, metadata={"help": "Windows or rows of a batch."})
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"--batch_size must be at least 1, got {self.batch_size}: it counts windows or rows")
+        check_count("batch_size", self.batch_size, "windows or rows")
 
 
 def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import set_seed
 
 from hf_bayes.cli.command import Command
+from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.posterior_arguments import PosteriorArguments, given_texts
 from hf_bayes.cli.token_output import OutputArguments, show
 from hf_bayes.core.rng import require_seed
@@ -36,8 +37,7 @@ class PromptArguments:
 
     def __post_init__(self) -> None:
         require_seed(self.seed, largest=2**32 - 1)  # numpy, which transformers seeds, takes no larger one
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        check_count("max_new_tokens", self.max_new_tokens, "the tokens of an answer")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"--temperature must be a finite number > 0, got {self.temperature}: for the most probable tokens, "

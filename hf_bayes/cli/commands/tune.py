@@ -10,6 +10,7 @@ from hf_bayes.cli.classifier import LabelArguments, classifier
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.evaluation_cases import refuse_changes
 from hf_bayes.cli.language_model import WindowArguments, language_model
+from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.scripts import begin
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.tuning.tune import Tuning
@@ -29,8 +30,7 @@ class TuningArguments:
     subspace: str = field(default="trainable", metadata={"help": SUBSPACE_HELP})
 
     def __post_init__(self) -> None:
-        if self.budget is not None and self.budget < 1:
-            raise ValueError(f"--budget must be at least 1, got {self.budget}: it counts minibatch gradients")
+        check_count("budget", self.budget, "minibatch gradients")
 
 
 def tune(

@@ -101,5 +101,5 @@ def relative_variances(run: Run[Any]) -> list[float]:
 
 
 def every_update(run: Run[Any], steps: int) -> list[dict[str, Tensor]]:
-    """Return what each of the next updates tells."""
+    """Return the values that each of the next updates reports."""
     return [run.update([None], 1.0).info for _ in range(steps)]
