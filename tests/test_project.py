@@ -187,3 +187,17 @@ def test_the_folders_that_make_names_are_there(target: str) -> None:
     folders = re.findall(r":= \$\(addprefix tests/,([^)]*)\)", makefile)
     assert len(folders) == 2
     assert all((ROOT / "tests" / name).exists() for line in folders for name in line.split())
+
+
+def test_hosted_ci_runs_the_suite_and_both_ends_of_versions() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))["jobs"]
+    steps = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert steps == {
+        "suite": [".ci/run"],
+        "hosts": ["make ${{ matrix.target }}"],
+        "long": ["make ${{ matrix.target }}"],
+    }
+    targets = [target for name in ("hosts", "long") for target in jobs[name]["strategy"]["matrix"]["target"]]
+    (line,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
+    assert set(targets) <= set(line.split())
+    assert {"test-oldest", "test-newest"} <= set(targets)
