@@ -113,6 +113,11 @@ def tune(
     return Tuning(posterior, chosen, (first, second), text)
 
 
+def finalist_folder(output_dir: Path, name: str) -> Path:
+    """Return the folder in which a tuning keeps the posterior of a finalist."""
+    return output_dir / "finalists" / "".join(c if c.isalnum() else "_" for c in name)
+
+
 def _identity(
     rows: Sequence[Candidate],
     args: BayesianTrainingArguments,
@@ -145,7 +150,7 @@ class _Trials:
 
     def folder(self, name: str) -> Path:
         """Return the folder of a finalist's posterior."""
-        return Path(str(self._args.output_dir)) / "finalists" / "".join(c if c.isalnum() else "_" for c in name)
+        return finalist_folder(Path(str(self._args.output_dir)), name)
 
     def run(self, candidate: Candidate, gradients: int, bar: Any, *, keep: bool) -> Trial:
         """Return the trial of a candidate, finished now or by an earlier call; ``keep`` saves its posterior."""

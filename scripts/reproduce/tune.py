@@ -1,0 +1,150 @@
+"""Does ``tune`` choose the method that is best on rows that it has not seen?
+
+    python -m scripts.reproduce.tune --data DATA          # the tasks that docs/results/tune.json lacks
+
+``tune`` gets the rows that train and validate in ``recommend``, all its candidates, and its default budget: ten times
+the gradients of a run of that table. The test rows then judge the chosen posterior and the other finalists.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import default_data_collator
+from transformers.utils import logging
+
+from hf_bayes import BayesianModelForSequenceClassification, BayesianTrainingArguments, tune
+from hf_bayes.cli.evaluation import evaluate
+from hf_bayes.cli.parsing import parse_arguments
+from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
+from hf_bayes.metrics.evaluation import evaluation_results, row_means
+from hf_bayes.training.tuning.record import Trial
+from hf_bayes.training.tuning.tune import Tuning, finalist_folder
+from scripts.reproduce.recommend import GRADIENTS, tasks
+from scripts.reproduce.recommend import Arguments as TaskArguments
+from scripts.reproduce.recommend_tasks import Task
+from scripts.reproduce.report import RESULTS, as_text, keep, table
+
+NAME = "tune"
+
+
+@dataclass
+class Arguments:
+    """The part of the page to make."""
+
+    data: str = field(metadata={"help": "Folder with clinc150/data_full.json."})
+    tasks: list[str] = field(default_factory=lambda: ["clinc_last", "debian_last"], metadata={"help": "Their names."})
+
+
+def run(task: Task) -> dict[str, Any]:
+    """Tune on a task, and return the trials and the scores of the finalists on the test rows."""
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        begin = time.process_time()
+        with redirect_stdout(StringIO()):
+            tuning = tune(
+                task.model(0),
+                BayesianTrainingArguments(
+                    output_dir=directory, max_steps=GRADIENTS, per_device_train_batch_size=task.batch,
+                    per_device_eval_batch_size=100, minibatch="shared", trunk_memory_gib=2, map_updates=0, use_cpu=True,
+                    disable_tqdm=True, report_to="none", logging_strategy="no", save_strategy="no",
+                ),
+                train_dataset=task.sets["train"], eval_dataset=task.sets["heldout"],
+                data_collator=default_data_collator,
+            )  # fmt: skip
+        seconds = time.process_time() - begin
+        finalists = [_tested(task, trial, Path(directory)) for trial in tuning.rounds[1] if not trial.failure]
+    return {
+        "seconds": round(seconds), "gradients": sum(trial.gradients for part in tuning.rounds for trial in part),
+        "chosen": tuning.chosen.name, "sentence": tuning.sentence, "first": _first(tuning), "finalists": finalists,
+    }  # fmt: skip
+
+
+def _first(tuning: Tuning) -> list[dict[str, Any]]:
+    """Return the trials of the first round."""
+    return [
+        {"method": trial.name, "gradients": trial.gradients}
+        | ({"failure": trial.failure} if trial.failure else {"heldout_nll": trial.mean_nll})
+        for trial in tuning.rounds[0]
+    ]
+
+
+def _tested(task: Task, trial: Trial, directory: Path) -> dict[str, Any]:
+    """Return the scores of a finalist."""
+    model = BayesianModelForSequenceClassification.from_pretrained(finalist_folder(directory, trial.name))
+    found = evaluate(model, {"test": task.sets["test"]}, task.case, default_data_collator, batch_size=100, hide=True)
+    results = evaluation_results(found["test"], {}, task.case.figures)
+    return {
+        "method": trial.name, "gradients": trial.gradients, "cost": trial.cost, "heldout_nll": trial.mean_nll,
+        "nll": results["nll"], "ece": results["ece"],
+        "rows": np.round(1000 * row_means(found["test"]["nll"])).astype(int).tolist(),
+    }  # fmt: skip
+
+
+def experiment(args: Arguments, path: Path) -> dict[str, Any]:
+    """Return the record after the missing tasks."""
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"tasks": {}}
+    made = tasks(TaskArguments(data=args.data))
+    for name in args.tasks:
+        if name not in record["tasks"]:
+            record["tasks"][name] = run(made[name]())
+            path.write_text(as_text(record))
+            print(name, record["tasks"][name]["sentence"], flush=True)
+    record["seconds"] = sum(found["seconds"] for found in record["tasks"].values())
+    return record
+
+
+def blocks(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return two tables and a sentence for each task."""
+    made = {}
+    for name, found in record["tasks"].items():
+        first = sorted(found["first"], key=lambda trial: trial.get("heldout_nll", np.inf))
+        made[f"{name}_first"] = table(["method", "held-out NLL"], [[trial["method"], _nll(trial)] for trial in first])
+        made[name] = _finalists(found)
+    return made
+
+
+def _nll(trial: Mapping[str, Any]) -> str:
+    return "failed" if trial.get("failure") else f"{trial['heldout_nll']:.3f}"
+
+
+def _finalists(found: Mapping[str, Any]) -> str:
+    """Return the finalists, best on the held-out rows first; differences of the test NLL are paired by row."""
+    chosen = next(run for run in found["finalists"] if run["method"] == found["chosen"])
+    rows = []
+    for run in sorted(found["finalists"], key=lambda run: run["heldout_nll"]):
+        name = f"**{run['method']}** (chosen)" if run is chosen else run["method"]
+        nlls = (f"{run[key]:.3f}" for key in ("heldout_nll", "nll"))
+        difference = "-" if run is chosen else _difference(run["rows"], chosen["rows"])
+        rows.append([name, *nlls, difference, f"{run['ece']:.3f}", run["cost"]])
+    return table(["method", "held-out NLL", "test NLL", "test NLL - chosen's", "test ECE", "passes"], rows)
+
+
+def _difference(ours: list[int], theirs: list[int]) -> str:
+    """Return the mean difference of two lists of thousandths of nats, with its standard error."""
+    ones = np.ones(len(ours), dtype=np.int64)
+    first, second = (RowScores(np.array(rows) / 1000, ones) for rows in (ours, theirs))
+    return f"{(first.nll - second.nll).mean():+.3f} ± {difference_std_error(first, second):.3f}"
+
+
+def main() -> None:
+    """Tune on the missing tasks and make the page."""
+    (args,) = parse_arguments(Arguments)
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    keep(NAME, lambda: experiment(args, RESULTS / f"{NAME}.json"))
+
+
+if __name__ == "__main__":
+    main()
