@@ -9,10 +9,11 @@ the gradients of a run of that table. The test rows then judge the chosen poster
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
@@ -29,8 +30,9 @@ from hf_bayes.cli.evaluation import evaluate
 from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
+from hf_bayes.training.tuning.candidates import default_candidates
 from hf_bayes.training.tuning.record import Trial
-from hf_bayes.training.tuning.tune import Tuning, finalist_folder
+from hf_bayes.training.tuning.tune import finalist_folder
 from scripts.reproduce.recommend import GRADIENTS, tasks
 from scripts.reproduce.recommend import Arguments as TaskArguments
 from scripts.reproduce.recommend_tasks import Task
@@ -61,33 +63,32 @@ def run(task: Task) -> dict[str, Any]:
                     disable_tqdm=True, report_to="none", logging_strategy="no", save_strategy="no",
                 ),
                 train_dataset=task.sets["train"], eval_dataset=task.sets["heldout"],
-                data_collator=default_data_collator,
+                data_collator=default_data_collator, candidates=default_candidates,
             )  # fmt: skip
         seconds = time.process_time() - begin
-        finalists = [_tested(task, trial, Path(directory)) for trial in tuning.rounds[1] if not trial.failure]
+        finalists = [_tested(task, trial, Path(directory)) for trial in tuning.rounds[1]]
     return {
         "seconds": round(seconds), "gradients": sum(trial.gradients for part in tuning.rounds for trial in part),
-        "chosen": tuning.chosen.name, "sentence": tuning.sentence, "first": _first(tuning), "finalists": finalists,
+        "chosen": tuning.chosen.name, "sentence": tuning.sentence,
+        "first": [_trial(trial) for trial in tuning.rounds[0]], "finalists": finalists,
     }  # fmt: skip
 
 
-def _first(tuning: Tuning) -> list[dict[str, Any]]:
-    """Return the trials of the first round."""
-    return [
-        {"method": trial.name, "gradients": trial.gradients}
-        | ({"failure": trial.failure} if trial.failure else {"heldout_nll": trial.mean_nll})
-        for trial in tuning.rounds[0]
-    ]
+def _trial(trial: Trial) -> dict[str, Any]:
+    """Return what the held-out rows say about a trial."""
+    told = {"failure": trial.failure} if trial.failure else {"heldout_nll": trial.mean_nll}
+    return {"method": trial.name, "gradients": trial.gradients, "cost": trial.cost, **told}
 
 
 def _tested(task: Task, trial: Trial, directory: Path) -> dict[str, Any]:
-    """Return the scores of a finalist."""
+    """Return what held-out and test rows say about a finalist."""
+    if trial.failure:
+        return _trial(trial)
     model = BayesianModelForSequenceClassification.from_pretrained(finalist_folder(directory, trial.name))
     found = evaluate(model, {"test": task.sets["test"]}, task.case, default_data_collator, batch_size=100, hide=True)
     results = evaluation_results(found["test"], {}, task.case.figures)
     return {
-        "method": trial.name, "gradients": trial.gradients, "cost": trial.cost, "heldout_nll": trial.mean_nll,
-        "nll": results["nll"], "ece": results["ece"],
+        **_trial(trial), "nll": results["nll"], "ece": results["ece"],
         "rows": np.round(1000 * row_means(found["test"]["nll"])).astype(int).tolist(),
     }  # fmt: skip
 
@@ -106,29 +107,34 @@ def experiment(args: Arguments, path: Path) -> dict[str, Any]:
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return two tables and a sentence for each task."""
+    """Return two tables for each task."""
     made = {}
     for name, found in record["tasks"].items():
-        first = sorted(found["first"], key=lambda trial: trial.get("heldout_nll", np.inf))
-        made[f"{name}_first"] = table(["method", "held-out NLL"], [[trial["method"], _nll(trial)] for trial in first])
+        first = [[run["method"], _nats(run, "heldout_nll")] for run in _best_first(found["first"])]
+        made[f"{name}_first"] = table(["method", "held-out NLL"], first)
         made[name] = _finalists(found)
     return made
 
 
-def _nll(trial: Mapping[str, Any]) -> str:
-    return "failed" if trial.get("failure") else f"{trial['heldout_nll']:.3f}"
+def _best_first(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(runs, key=lambda run: run.get("heldout_nll", math.inf))
+
+
+def _nats(run: Mapping[str, Any], name: str) -> str:
+    return f"{run[name]:.3f}" if name in run else "failed"
 
 
 def _finalists(found: Mapping[str, Any]) -> str:
     """Return the finalists, best on the held-out rows first; differences of the test NLL are paired by row."""
-    chosen = next(run for run in found["finalists"] if run["method"] == found["chosen"])
+    (chosen,) = (run for run in found["finalists"] if run["method"] == found["chosen"])
     rows = []
-    for run in sorted(found["finalists"], key=lambda run: run["heldout_nll"]):
+    for run in _best_first(found["finalists"]):
         name = f"**{run['method']}** (chosen)" if run is chosen else run["method"]
-        nlls = (f"{run[key]:.3f}" for key in ("heldout_nll", "nll"))
-        difference = "-" if run is chosen else _difference(run["rows"], chosen["rows"])
-        rows.append([name, *nlls, difference, f"{run['ece']:.3f}", run["cost"]])
-    return table(["method", "held-out NLL", "test NLL", "test NLL - chosen's", "test ECE", "passes"], rows)
+        scores = [_nats(run, key) for key in ("heldout_nll", "nll", "ece")]
+        alone = run is chosen or "failure" in run
+        difference = "-" if alone else _difference(run["rows"], chosen["rows"])
+        rows.append([name, *scores, difference, run["cost"]])
+    return table(["method", "held-out NLL", "test NLL", "test ECE", "test NLL - chosen's", "passes"], rows)
 
 
 def _difference(ours: list[int], theirs: list[int]) -> str:
