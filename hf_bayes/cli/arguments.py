@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,14 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, TaskType, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_splits
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.layout import grouped
 from hf_bayes.methods.registry import from_dict
+from hf_bayes.models.checkpoint_weights import Loaded, is_in_base, load_pretrained
 
 SUBSPACE_HELP = (
     "Random weights: trainable, last_layer, last_block, all, a pattern. Others than trainable need --lora_rank 0."
@@ -62,25 +65,54 @@ class ModelArguments:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
-    def load_model(self, auto_class: Any, **fields: Any) -> PreTrainedModel:
-        """Return the model with these ``fields`` of its config. ``config_overrides`` take precedence.
+    def load_model(self, auto_class: Any, **fields: Any) -> Loaded:
+        """Return the model with these ``fields`` of its config, and the parameters that its checkpoint lacks.
+
+        ``config_overrides`` take precedence over ``fields``.
 
         Raises:
             ValueError: for a folder that holds no model, or one with an adapter, and for a field that no config has.
         """
         self._check()
-        fields = {**fields, **mapping(self.config_overrides)}
+        fields = _named({**fields, **mapping(self.config_overrides)})
         with loading("the model", self.model_name_or_path):
             config = AutoConfig.from_pretrained(self.model_name_or_path, **self._repository)
         self._check_overrides(config)
         with loading("the model", self.model_name_or_path):
-            model: PreTrainedModel = auto_class.from_pretrained(
-                self.model_name_or_path, dtype=self.dtype, **self._repository, **fields
+            loaded = load_pretrained(
+                auto_class, self.model_name_or_path, dtype=self.dtype, **self._repository, **fields
             )
-        return model
+        if loaded.unused:
+            warnings.warn(
+                f"{self.model_name_or_path} has weights that {type(loaded.model).__name__} has no place for, and they "
+                f"are left out: {grouped(loaded.unused)}. Check that this is the model you want"
+            )
+        return loaded
 
-    def add_lora(self, model: PreTrainedModel, task_type: TaskType) -> nn.Module:
-        """Return the model with its LoRA, or unchanged if ``lora_rank`` is 0."""
+    def load_language_model(self) -> PreTrainedModel:
+        """Return the causal language model.
+
+        Raises:
+            ValueError: as ``load_model``, and for a checkpoint without some of the weights.
+        """
+        loaded = self.load_model(AutoModelForCausalLM)
+        self.refuse_lacking(loaded.new, "give a causal language model with all its weights")
+        return loaded.model
+
+    def refuse_lacking(self, names: Sequence[str], advice: str) -> None:
+        """Raise a ValueError if there are frozen parameters that the checkpoint lacks; ``names`` are theirs."""
+        if names:
+            raise ValueError(
+                f"{self.model_name_or_path} has no weights for {grouped(names)}, which the posterior would not hold "
+                f"either: each load would make up others. Expected a checkpoint that has them: {advice}"
+            )
+
+    def add_lora(self, model: PreTrainedModel, task_type: TaskType, new: Sequence[str] = ()) -> nn.Module:
+        """Return the model with its LoRA, or unchanged if ``lora_rank`` is 0.
+
+        Args:
+            new: parameters that the checkpoint lacks. Their modules are learnt in full beside the LoRA.
+        """
         adapted: nn.Module = model
         if not self.lora_rank:
             return adapted
@@ -90,6 +122,7 @@ class ModelArguments:
             lora_alpha=self.lora_alpha,
             target_modules=self.lora_targets,
             layers_to_transform=self.lora_layers,
+            modules_to_save=_modules_of(model, new) or None,
         )
         adapted = get_peft_model(model, lora)
         return adapted
@@ -183,6 +216,25 @@ class DataArguments:
             text_column=self.text_column,
             seed=seed,
         )
+
+
+def _named(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a config with names in place of ``num_labels``.
+
+    transformers applies the number before the names, so it would warn that the checkpoint has as many names as before.
+    """
+    if "num_labels" not in fields:
+        return fields
+    names = {number: f"LABEL_{number}" for number in range(fields["num_labels"])}
+    own = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    return own | {name: value for name, value in fields.items() if name != "num_labels"}
+
+
+def _modules_of(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return the modules of these parameters: of a head the outermost module, of the base model the innermost one."""
+    return sorted({
+        name.rpartition(".")[0] if is_in_base(model, name) else name.partition(".")[0] for name in names
+    })  # fmt: skip
 
 
 @contextmanager

@@ -20,6 +20,7 @@ WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
 
 RECORDS = {
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),  # kernels for other devices
+    "transformers.trainer_utils": ("The tokenizer has new PAD/BOS/EOS tokens",),  # the config was aligned
     "torch.utils._pytree": ("<enum '",),  # torchao registers its classes by a call that torch has deprecated
 }
 """The name of a logger -> the beginnings of its messages."""

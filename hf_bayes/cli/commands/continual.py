@@ -11,7 +11,7 @@ from typing import Any
 from datasets import concatenate_datasets
 from peft import PeftModel, TaskType
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
+from transformers import DataCollatorForSeq2Seq, set_seed
 
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.continual_arguments import ContinualArguments, LoraArguments, methods, refuse_push, windows
@@ -148,7 +148,7 @@ class _Learner:
 
 def _new_model(model_args: LoraArguments, args: BayesianTrainingArguments, start: Path | None = None) -> Any:
     """Return the model with a new adapter, equal for all methods, or with the adapter of a directory."""
-    base = model_args.load_model(AutoModelForCausalLM)
+    base = model_args.load_language_model()
     if start is not None:
         return PeftModel.from_pretrained(base, start, is_trainable=True)
     set_seed(args.seed)

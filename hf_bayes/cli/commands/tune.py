@@ -53,7 +53,7 @@ def tune(
     if tuning.task == "lm":
         problem = language_model(model_args, data_args, windows, args)
     else:
-        problem = classifier(model_args, data_args, labels, args)
+        problem = classifier(model_args, data_args, labels, args, subspace=tuning.subspace)
     return compare(args=args, budget=tuning.budget, subspace=tuning.subspace, **problem._asdict())
 
 
