@@ -116,6 +116,12 @@ class ModelArguments:
         adapted: nn.Module = model
         if not self.lora_rank:
             return adapted
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+        if width is not None and self.lora_rank > width:
+            raise ValueError(
+                f"lora_rank must be at most {width}, the width of this model, got {self.lora_rank}: a higher rank only "
+                "costs memory. Ranks of 4 to 64 are usual"
+            )
         lora = LoraConfig(
             task_type=task_type,
             r=self.lora_rank,
