@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import DatasetDict
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, TaskType, get_peft_model
 from safetensors import SafetensorError
@@ -21,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_bayes.cli.data import load_splits
 from hf_bayes.cli.parsing import check_count
+from hf_bayes.cli.row_places import Splits
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import grouped
 from hf_bayes.methods.registry import from_dict
@@ -212,7 +212,7 @@ class DataArguments:
     )
     text_column: str = field(default="text", metadata={"help": "Column of the text."})
 
-    def load(self, seed: int) -> DatasetDict:
+    def load(self, seed: int) -> Splits:
         """Return the splits "train" and "validation", see ``load_splits``."""
         return load_splits(
             self.dataset,

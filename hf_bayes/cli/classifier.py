@@ -60,14 +60,16 @@ def classifier(
     """
     tokenizer = model_args.load_tokenizer()
     with args.main_process_first(desc="data"):
+        loaded = data_args.load(args.seed)
         splits, head = labelled_text(
-            data_args.load(args.seed),
+            loaded,
             tokenizer,
             text_column=data_args.text_column,
             pair_column=labels.pair_column,
             label_column=labels.label_column,
             numbers=args.noise_std is not None,
             max_length=labels.max_length,
+            place=loaded.place,
         )
     model, new, _ = model_args.load_model(AutoModelForSequenceClassification, **head)
     # decoders classify by the last token that is not padding, so they need the padding token

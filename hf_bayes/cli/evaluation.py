@@ -31,10 +31,12 @@ class Target(NamedTuple):
     Attributes:
         head: ``PosteriorConfig.head``, with the names of the labels.
         context: tokens of the model's context; None for no limit.
+        text_column: the column of the text, or of the words of a tagger, in files of rows.
     """
 
     head: Mapping[str, Any]
     context: int | None
+    text_column: str = "text"
 
 
 @dataclass(frozen=True, kw_only=True)

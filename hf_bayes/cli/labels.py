@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset, DatasetDict, LargeList, List
 
 from hf_bayes.cli.data import check_split, check_texts
+from hf_bayes.cli.row_places import place_of
 
 
 class LabelledText(NamedTuple):
@@ -50,6 +52,7 @@ def labelled_text(
     label_column: str = "label",
     numbers: bool = False,
     max_length: int | None = None,
+    place: Callable[[str, int], str] | None = None,
 ) -> LabelledText:
     """Encode texts (or pairs of texts) and their labels.
 
@@ -64,28 +67,24 @@ def labelled_text(
         label_column: the column of the labels.
         numbers: True if labels are numbers to predict (a regression) instead of classes.
         max_length: the largest number of tokens in a row. None uses the limit of the tokenizer.
+        place: a function from a split and the number of a row to words for it, for errors.
     Raises:
         ValueError: for a missing column, fewer than two classes, or a label that is missing, not finite in a
             regression, or not in the training split.
     """
     for name, split in splits.items():
         for column in [text_column, *([] if pair_column is None else [pair_column])]:
-            check_texts(split, column, f"the split {name!r}")
+            check_texts(split, column, f"the split {name!r}", place=None if place is None else partial(place, name))
         check_split(split, label_column, f"the split {name!r}")
     labels = _labels_of(splits["train"], label_column, numbers=numbers)
-
     encode = _encoder(tokenizer, text_column, pair_column, max_length)
-
-    def encode_row(batch: dict[str, list[Any]], rows: list[int], split: str) -> dict[str, Any]:
-        return {**encode(batch), "labels": read_labels(batch[label_column], rows, labels, f"the split {split!r}")}
-
-    encoded = {
-        name: split.map(
-            encode_row, batched=True, with_indices=True, fn_kwargs={"split": name}, remove_columns=split.column_names
-        )
-        for name, split in splits.items()
-    }
-    return LabelledText(DatasetDict(encoded), labels.head)
+    encoded = DatasetDict()
+    for name, split in splits.items():
+        where = partial(place_of, f"the split {name!r}") if place is None else partial(place, name)
+        found = read_labels(split[label_column], labels, where)
+        rows = split.map(encode, batched=True, remove_columns=split.column_names)
+        encoded[name] = rows.add_column("labels", found)
+    return LabelledText(encoded, labels.head)
 
 
 def unlabelled_text(
@@ -127,19 +126,21 @@ def _encoder(
     return encode
 
 
-def read_labels(values: Iterable[Any], rows: Iterable[int], labels: LabelReader, what: str) -> list[Any]:
-    """Return the labels of these rows.
+def read_labels(values: Iterable[Any], labels: LabelReader, place: Callable[[int], str]) -> list[Any]:
+    """Return the labels of rows.
 
+    Args:
+        place: a function from the number of a row to words for it.
     Raises:
-        ValueError: naming the first row of ``what`` with another value.
+        ValueError: naming the first row with another value.
     """
     answers = []
-    for row, value in zip(rows, values, strict=True):
+    for row, value in enumerate(values):
         try:
             answers.append(labels.read(value))
         except (LookupError, TypeError, ValueError):
             raise ValueError(
-                f"row {row} of {what} has the label {value!r}, expected {labels.expected}: {labels.advice}"
+                f"{place(row)} has the label {value!r}, expected {labels.expected}: {labels.advice}"
             ) from None
     return answers
 

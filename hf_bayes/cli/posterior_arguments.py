@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 
-from hf_bayes.cli.data import check_texts, load_rows
-from hf_bayes.cli.parsing import read_text
+from hf_bayes.cli.data import texts_in
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.pipelines.factory import pipeline
@@ -61,22 +59,17 @@ class PosteriorArguments:
 
 
 def given_texts(texts: Sequence[str], file: str | None, *, column: str, flag: str) -> list[str]:
-    """Return the texts of the command line, or of a file: a .txt file is one text, any other has one in each row.
+    """Return the texts of the command line, or of a file as ``texts_in`` reads it.
 
     Args:
-        column: the column of the texts in a .csv, .jsonl or .parquet file.
+        column: the column of the texts in a file of rows.
         flag: the flag of the texts, for the error message.
     Raises:
-        ValueError: for texts from both or from neither, and for a file without texts.
-        OSError: for a file that cannot be read.
+        ValueError, OSError: for texts from both or from neither, and as ``texts_in``.
     """
     if bool(texts) == bool(file):
         given = "both" if texts else "neither"
         raise ValueError(f"give the text by {flag} or by --file, got {given}")
     if file is None:
         return list(texts)
-    if Path(file).suffix == ".txt":
-        return [read_text(file)]
-    rows = load_rows(file)
-    check_texts(rows, column, file)
-    return list(rows[column])
+    return texts_in(file, column)

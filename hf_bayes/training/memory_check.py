@@ -1,4 +1,4 @@
-"""The refusal of a run whose chains do not fit the memory. Without it the system may kill the process without a word."""
+"""The refusal of chains that do not fit the memory: without it the system may kill the process without a word."""
 
 from __future__ import annotations
 

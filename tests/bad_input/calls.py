@@ -143,7 +143,7 @@ CALLS = [
     Call(TRAIN.replace("book.txt", "header.csv"), ("header.csv: a file has 0 rows",)),
     Call(TRAIN.replace("book.txt", "ragged.csv"), ("ragged.csv cannot be read as csv", "Expected 2 fields")),
     Call(f"{TRAIN} --window 999", ("--window=999 is longer than", "128 tokens")),
-    Call(CLASSIFY.replace("rows", "null"), ("row 2 of 'text' holds nothing",)),
+    Call(CLASSIFY.replace("rows", "null"), ("line 3 of null.jsonl: 'text' holds nothing",)),
     Call(CLASSIFY.replace("rows", "one_class"), ("needs two classes or more", "['odd']")),
     Call(CLASSIFY.replace("rows", "numbers"), ("holds fractions", "noise_std")),
     Call(CLASSIFY.replace("rows", "mappings"), ("the column 'label' holds mappings",)),
