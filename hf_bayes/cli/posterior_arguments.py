@@ -27,14 +27,17 @@ class PosteriorArguments:
     predict: str | None = field(
         default=None, metadata={"help": "members, linearised, distilled and others. Default: as stored."}
     )
+    check_base: bool = field(
+        default=True, metadata={"help": "Refuse a base model with other weights than the posterior was made with."}
+    )
     calibrated: bool = field(default=True, metadata={"help": "Apply the temperature stored with the posterior."})
 
     @property
     def loading(self) -> dict[str, Any]:
         """The arguments of ``from_pretrained``."""
         return {
-            "members": self.members, "base_model": self.base_model, "prediction": self.predict,
-            "calibrated": self.calibrated,
+            "members": self.members, "base_model": self.base_model, "check_base": self.check_base,
+            "prediction": self.predict, "calibrated": self.calibrated,
         }  # fmt: skip
 
     def text_pipeline(self, work: str) -> Any:

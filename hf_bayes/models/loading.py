@@ -33,6 +33,10 @@ from hf_bayes.posteriors.posterior import Posterior, require_members
 
 _TOKENIZER = ("tokenizer_config.json",)
 _READERS = ("preprocessor_config.json", "processor_config.json")
+_UNCHECKED = (
+    ". If you know that the difference does not matter, check_base=False predicts in spite of it (--check_base false "
+    "of hf-bayes evaluate, score, generate and demo)"
+)
 _PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -133,13 +137,12 @@ def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, w
     if problems:
         raise ValueError(
             f"{what} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
-            "as base_model=, or pass check_base=False if you know that the difference does not matter"
+            f"as base_model= (--base_model){_UNCHECKED}"
         )
     if problems := base.head_differences(posterior.config.head, core.config):
         raise ValueError(
             f"the base model given for {what} has a config with {'; '.join(problems)}: set that "
-            "in its config, give the model's name or folder in its place, or pass check_base=False if you know "
-            "that the difference does not matter"
+            f"in its config, or give the model's name or folder in its place{_UNCHECKED}"
         )
 
 

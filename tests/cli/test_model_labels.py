@@ -33,7 +33,7 @@ def test_class_labels_are_found_by_name_and_not_by_number() -> None:
 
 @pytest.mark.parametrize("label", ["c", None])
 def test_a_label_that_is_no_class_of_the_model_is_refused(label: str | None) -> None:
-    message = rf"row 2 .* of test.csv has the label {label!r}, expected one of the 4 classes of the model \(a, b, d, ...\)"
+    message = rf"row 2 .* has the label {label!r}, expected one of the 4 classes of the model \(a, b, d, ...\)"
     with pytest.raises(ValueError, match=message):
         classes_of(rows_of(["a", label], Value("string")), ["a", "b", "d", "None"], what="test.csv")
 
@@ -45,7 +45,7 @@ def test_a_list_of_labels_becomes_a_vector() -> None:
 
 @pytest.mark.parametrize("label", [["a", "z"], None, [None]])
 def test_an_unknown_label_in_a_list_is_refused(label: Any) -> None:
-    message = r"row 2 .* of test.jsonl has the label .*, expected a list out of the 2 labels of the model \(a, b\): drop"
+    message = r"row 2 .* has the label .*, expected a list out of the 2 labels of the model \(a, b\): drop"
     with pytest.raises(ValueError, match=message):
         label_vectors_of(rows_of([["a"], label], List(Value("string"))), ["a", "b"], what="test.jsonl")
 
