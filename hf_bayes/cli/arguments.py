@@ -68,13 +68,18 @@ class ModelArguments:
     def load_model(self, auto_class: Any, **fields: Any) -> Loaded:
         """Return the model with these ``fields`` of its config, and the parameters that its checkpoint lacks.
 
-        ``config_overrides`` take precedence over ``fields``.
-
         Raises:
-            ValueError: for a folder that holds no model, or one with an adapter, and for a field that no config has.
+            ValueError: for a folder that holds no model, or one with an adapter, and for ``config_overrides`` with a
+                field that no config has, or one of ``fields``.
         """
         self._check()
-        fields = _named({**fields, **mapping(self.config_overrides)})
+        given = mapping(self.config_overrides)
+        if set_by_data := sorted(given.keys() & {*fields, *_named(fields)}):
+            raise ValueError(
+                f"config_overrides: the labels of the data set {', '.join(set_by_data)}, got "
+                f"{given[set_by_data[0]]!r}: leave it out"
+            )
+        fields = _named({**fields, **given})
         with loading("the model", self.model_name_or_path):
             config = AutoConfig.from_pretrained(self.model_name_or_path, **self._repository)
         self._check_overrides(config)
@@ -140,11 +145,21 @@ class ModelArguments:
         kind = getattr(torch, self.dtype, None)
         if self.dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or another of torch's, got {self.dtype!r}")
-        if (Path(self.model_name_or_path) / "adapter_config.json").is_file():
+        if self.lora_alpha <= 0:
+            raise ValueError(f"lora_alpha must be at least 1, got {self.lora_alpha}: LoRA's scale is alpha / rank")
+        folder = Path(self.model_name_or_path)
+        if folder.is_dir() and self.model_revision != "main":
+            raise ValueError(
+                f"model_revision={self.model_revision!r} is for a model of the Hub, and {folder} is a folder here: "
+                "leave it out"
+            )
+        if (folder / "adapter_config.json").is_file():
             raise ValueError(
                 f"{self.model_name_or_path} is a folder with an adapter or a posterior, expected a base model: give "
                 "the model that the adapter belongs to, or merge the adapter (hf-bayes export --model) and give that"
             )
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} holds no config.json: give the folder of a model with its tokenizer")
 
     def _check_overrides(self, config: Any) -> None:
         """Check that the config has each field of ``config_overrides``."""

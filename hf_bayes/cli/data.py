@@ -52,6 +52,8 @@ def load_splits(
         )
     _refuse_format(dataset)
     if Path(dataset).suffix in _FORMATS:
+        if config is not None:
+            raise ValueError(f"dataset_config={config!r} is for a data set of the Hub, got {dataset!r}: leave it out")
         files = {"train": matching(dataset)}
         if validation_file is not None:
             files["validation"] = matching(validation_file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,6 +72,12 @@ def labelled_text(
         ValueError: for a missing column, fewer than two classes, or a label that is missing, not finite in a
             regression, or not in the training split.
     """
+    columns = [text_column, label_column, *([] if pair_column is None else [pair_column])]
+    if len(set(columns)) < len(columns):
+        raise ValueError(
+            f"the columns of the text, the second text and the label must differ, got {', '.join(columns)}: the label "
+            "would be part of what it is predicted from"
+        )
     for name, split in splits.items():
         for column in [text_column, *([] if pair_column is None else [pair_column])]:
             check_texts(split, column, f"the split {name!r}", place=None if place is None else partial(place, name))
@@ -177,13 +183,13 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
     }
     advice = "drop such rows, or add examples of that class to the training split"
     if not several:
-        return LabelReader(head, index.__getitem__, f"one of {names}", advice)
+        return LabelReader(head, index.__getitem__, f"one of the {len(names)} classes ({some(names)})", advice)
 
     def several_of(label: Iterable[Any]) -> list[float]:
         chosen = {index[value] for value in label}
         return [float(number in chosen) for number in range(len(names))]
 
-    return LabelReader(head, several_of, f"a list out of {names}", advice)
+    return LabelReader(head, several_of, f"a list out of the {len(names)} labels ({some(names)})", advice)
 
 
 def classes_in(feature: Any) -> tuple[bool, list[str] | None]:
@@ -196,6 +202,11 @@ def classes_in(feature: Any) -> tuple[bool, list[str] | None]:
 def _values(rows: Iterable[Iterable[Any] | None]) -> set[Any]:
     """Return the values in all rows. A missing value is refused later, with its row."""
     return {value for row in rows for value in row or ()} - {None}
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few names of classes, for an error."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def finite_number(label: Any) -> float:

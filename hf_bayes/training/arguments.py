@@ -168,7 +168,7 @@ class BayesianTrainingArguments(TrainingArguments):
             )
 
     def _check_steps(self) -> None:
-        """Check the updates between two events. transformers takes any number, and some would never or always act."""
+        """Check counts that transformers takes as they are: some would never act, or stop a run late."""
         for event in ("logging", "save", "eval"):
             steps = getattr(self, f"{event}_steps")
             if getattr(self, f"{event}_strategy") != "steps" or steps is None:
@@ -181,6 +181,10 @@ class BayesianTrainingArguments(TrainingArguments):
         steps = self.eval_accumulation_steps
         if steps is not None and steps < 1:
             raise ValueError(f"eval_accumulation_steps must be at least 1, got {steps}: leave it out for no limit")
+        if self.dataloader_num_workers < 0:
+            raise ValueError(
+                f"dataloader_num_workers must be >= 0, got {self.dataloader_num_workers}: 0 loads in this process"
+            )
         if self.max_steps < -1:
             raise ValueError(
                 f"max_steps must be a number of updates, or -1 for num_train_epochs, got {self.max_steps}: leave it out"

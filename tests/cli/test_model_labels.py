@@ -61,9 +61,7 @@ def test_text_is_no_list_of_labels() -> None:
 def test_tags_are_lists_or_text_with_blanks() -> None:
     for labels in ([["O", "B-PER"], ["O"]], ["O B-PER", "O"]):
         assert tags_of(rows_of(labels), ["B-PER", "O"], what="test.csv") == [[1, 0], [1]]
-    with pytest.raises(
-        ValueError, match=r"row 1 .* of test.csv has the label 'X', expected tags out of the 2 classes"
-    ):
+    with pytest.raises(ValueError, match=r"row 1 .* of test.csv has the label 'X', expected tags out of the 2 classes"):
         tags_of(rows_of(["X"]), ["B-PER", "O"], what="test.csv")
     with pytest.raises(TypeError):
         words_of(3)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.cli.commands.demo import _names
+from hf_bayes.cli.commands.demo import _names, require_address
 from hf_bayes.pipelines.factory import pipeline
 from tests.cli.commands.running import run
 
@@ -27,6 +27,20 @@ CELL = re.compile(r"<td[^>]*data-part=[\"']?epistemic[^>]*>([^<]*)</td>")
 def test_a_port_that_is_none_is_refused(posterior: str) -> None:
     with pytest.raises(ValueError, match="--port must be 1 to 65535, got 0"):
         run("demo", posterior, "--port", "0")
+
+
+def test_a_host_elsewhere_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--host must be an address of this computer, got '999\.1\.1\.1'"):
+        require_address("999.1.1.1", 7860)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match=r"cannot be served at 127.0.0.1:\d+ \(.*in use\): end what is there"):
+            require_address("127.0.0.1", taken.getsockname()[1])
+    require_address("127.0.0.1", 0)  # any port that is free
 
 
 def test_posteriors_of_one_name_are_told_apart(tmp_path: Path) -> None:
