@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import demo_page
 from tests.hub_server import serving
 from tests.installed import Installed
 from tests.pipelines.harness_task import write_tasks
@@ -46,6 +47,27 @@ import json
 from hf_bayes import pipeline
 print(json.dumps(pipeline(model={place!r}).score("A chain that has not moved.")["uncertainty"]))
 """
+
+GENERATE = """
+import json
+from hf_bayes import pipeline
+(record,) = pipeline(model="posterior")({prompt!r}, max_new_tokens=5, do_sample=False)
+print(json.dumps([[token["id"], token["epistemic"]] for token in record["tokens"]]))
+"""
+WITHOUT = """
+import importlib.util, json
+from transformers import AutoModelForCausalLM, AutoTokenizer
+assert importlib.util.find_spec("hf_bayes") is None
+model, tokenizer = AutoModelForCausalLM.from_pretrained({base!r}), AutoTokenizer.from_pretrained({base!r})
+inputs = tokenizer([{prompt!r}], return_tensors="pt")
+found = model.generate(
+    input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=5, do_sample=False,
+    custom_generate={place!r}, trust_remote_code=True, return_dict_in_generate=True,
+)
+new = found.sequences[0, inputs["input_ids"].shape[1]:]
+print(json.dumps([list(pair) for pair in zip(new.tolist(), found.epistemic[0].tolist())]))
+"""
+PROMPT = "The mitochondrion is"
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +147,27 @@ def test_the_harness_evaluates_the_posterior(trained: Installed) -> None:
     assert "ece" in printed
     point = "import importlib.metadata as m; print([p.value for p in m.entry_points(group='lm_eval.models')])"
     assert "hf_bayes.pipelines.lm_harness:BayesianHarnessLM" in trained.python(point)
+
+
+def test_the_demo_shows_the_uncertainty_in_a_browser(trained: Installed) -> None:
+    demo_page.require_browser()
+    expected = [f"{epistemic:.3f}" for _, epistemic in json.loads(trained.python(GENERATE.format(prompt=PROMPT)))]
+    command = trained.command("hf-bayes", "demo", "posterior")
+    with (
+        demo_page.serving(command, folder=trained.folder, environment=trained.variables) as address,
+        demo_page.browser(1280, 1000) as page,
+    ):
+        demo_page.generate(page, address, PROMPT, length=5)
+        demo_page.wait(lambda: demo_page.columns(page) == [expected])
+
+
+def test_an_export_answers_without_the_package(trained: Installed, tmp_path_factory: pytest.TempPathFactory) -> None:
+    trained.run("hf-bayes", "export", "posterior", "--custom_generate", "exported")
+    expected = json.loads(trained.python(GENERATE.format(prompt=PROMPT)))
+    reader = Installed(None, tmp_path_factory.mktemp("reader"))
+    place, base = (str(trained.folder / name) for name in ("exported", "base"))
+    found = json.loads(reader.python(WITHOUT.format(prompt=PROMPT, place=place, base=base)))
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    # float32 of our own model: an epistemic uncertainty has an error of 1e-7 nats
+    assert [value for _, value in found] == pytest.approx([value for _, value in expected], abs=1e-6)
+    assert max(value for _, value in expected) > 1e-5  # there is something to compare
