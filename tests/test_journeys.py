@@ -42,6 +42,26 @@ CHANGES = {
 }
 """The changed lines of the script: three."""
 
+SFT_SCRIPT = """
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+rows = Dataset.from_list([{"text": line} for line in open("one.txt")])
+args = SFTConfig("sft", max_steps=4, learning_rate=1e-3, max_length=24, report_to="none", use_cpu=True)
+trainer = SFTTrainer("base", args=args, train_dataset=rows, peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"))
+trainer.train()
+trainer.save_model()
+"""
+SFT_CHANGES = {
+    "import SFTConfig, SFTTrainer": """import SFTConfig, SFTTrainer
+from hf_bayes import BayesianTrainerMixin, BayesianTrainingArguments, EnsembleConfig
+class BayesianSFT(BayesianTrainerMixin, SFTTrainer): ...
+class Args(BayesianTrainingArguments, SFTConfig): ...""",
+    'args = SFTConfig("sft"': 'args = Args("sft"',
+    'SFTTrainer("base"': 'BayesianSFT("base", method=EnsembleConfig(num_chains=2)',
+}
+"""Three new lines and two changed ones."""
+
 SCORE = """
 import json
 from hf_bayes import pipeline
@@ -108,6 +128,18 @@ def test_three_changed_lines_turn_a_script_into_a_posterior(user: Installed) -> 
     assert (user.folder / "tuned" / "adapter_model.safetensors").exists()
     user.python(script)
     assert json.loads(user.python(SCORE.format(place="scripted")))["epistemic"] > 0
+
+
+def test_five_lines_turn_a_script_of_trl_into_a_posterior(user: Installed) -> None:
+    pytest.importorskip("trl", reason="trl is no dependency: make test-slow")
+    script = SFT_SCRIPT
+    for old, new in SFT_CHANGES.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    before, after = SFT_SCRIPT.splitlines(), script.splitlines()
+    assert len(set(after) - set(before)) == 5
+    user.python(script)
+    assert json.loads(user.python(SCORE.format(place="sft")))["epistemic"] > 0
 
 
 def test_a_pushed_posterior_answers_from_a_clean_cache(trained: Installed) -> None:
