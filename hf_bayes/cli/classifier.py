@@ -12,6 +12,8 @@ from hf_bayes.cli.labels import labelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.scripts import Problem
+from hf_bayes.core.layout import select
+from hf_bayes.models.lora_layers import plain_name
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
 
@@ -36,30 +38,45 @@ class LabelArguments:
 
 
 def classifier(
-    model_args: ModelArguments, data_args: DataArguments, labels: LabelArguments, args: BayesianTrainingArguments
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    labels: LabelArguments,
+    args: BayesianTrainingArguments,
+    *,
+    subspace: str = "trainable",
 ) -> Problem:
     """Load the model with its LoRA and a head for the labels, and encode the texts.
 
     A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. With
     ``args.noise_std`` a column of numbers gives a regression.
 
+    Parameters that the checkpoint lacks, such as a head for these labels, are learnt.
+
+    Args:
+        subspace: the random parameters, see ``hf_bayes.core.layout.select``.
     Raises:
-        ValueError: as ``labelled_text`` and ``DataArguments.load``.
+        ValueError: if ``subspace`` leaves parameters frozen that the checkpoint lacks, and as ``labelled_text`` and
+            ``DataArguments.load``.
     """
     tokenizer = model_args.load_tokenizer()
     with args.main_process_first(desc="data"):
+        loaded = data_args.load(args.seed)
         splits, head = labelled_text(
-            data_args.load(args.seed),
+            loaded,
             tokenizer,
             text_column=data_args.text_column,
             pair_column=labels.pair_column,
             label_column=labels.label_column,
             numbers=args.noise_std is not None,
             max_length=labels.max_length,
+            place=loaded.place,
         )
-    model = model_args.load_model(AutoModelForSequenceClassification, **head)
+    model, new, _ = model_args.load_model(AutoModelForSequenceClassification, **head)
     # decoders classify by the last token that is not padding, so they need the padding token
     model.config.pad_token_id = tokenizer.pad_token_id
-    adapted = model_args.add_lora(model, TaskType.SEQ_CLS)
+    adapted = model_args.add_lora(model, TaskType.SEQ_CLS, new)
+    learnt = {plain_name(name) for name in select(adapted, subspace).names} if new else set()
+    frozen = [name for name in new if name not in learnt]
+    model_args.refuse_lacking(frozen, "give another model, or learn them (LoRA does; --subspace all does)")
     collate = padding_collator(tokenizer, splits.values(), padding=labels.padding)
     return Problem(adapted, splits["train"], splits.get("validation"), collate, tokenizer)

@@ -54,6 +54,19 @@ class ContinualArguments:
     )
 
 
+def overlap_of(stride: int | None, window: int) -> int:
+    """Return the tokens that neighbouring windows share.
+
+    Raises:
+        ValueError: for a stride outside of 1 to ``window``.
+    """
+    if stride is None:
+        return window - window // 2
+    if not 1 <= stride <= window:
+        raise ValueError(f"--stride must be 1 to the window of {window} tokens, got {stride}: it counts new tokens")
+    return window - stride
+
+
 def methods(given: ContinualArguments) -> dict[str, MethodConfig]:
     """Return the training settings of each row of the table."""
     common: dict[str, Any] = {"prior_std": given.prior_std}
@@ -66,6 +79,8 @@ def methods(given: ContinualArguments) -> dict[str, MethodConfig]:
         },
         "mean_field": method_config("mean_field", {**common, **mapping(given.mean_field_args)}),
     }
+    if len(set(given.methods)) < len(given.methods):
+        raise ValueError(f"methods has a name twice, got {', '.join(given.methods)}: give each once")
     if unknown := sorted(set(given.methods) - set(known)):
         raise ValueError(f"methods {unknown} are unknown: choose of {', '.join(known)}")
     return {name: known[name] for name in given.methods}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
+
+from hf_bayes.cli.parsing import read_text
+from hf_bayes.cli.row_places import Splits, place_of
 
 _FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -21,7 +25,7 @@ def load_splits(
     text_column: str = "text",
     seed: int = 0,
     revision: str | None = None,
-) -> DatasetDict:
+) -> Splits:
     """Return the splits "train" and "validation" of local files or of a data set of the Hub.
 
     A missing validation split is taken from the training data: random rows, or the last part if the training data is
@@ -48,10 +52,13 @@ def load_splits(
         )
     _refuse_format(dataset)
     if Path(dataset).suffix in _FORMATS:
+        if config is not None:
+            raise ValueError(f"dataset_config={config!r} is for a data set of the Hub, got {dataset!r}: leave it out")
         files = {"train": matching(dataset)}
         if validation_file is not None:
             files["validation"] = matching(validation_file)
         splits = _load_files(files)
+        sources = {"train": dataset, "validation": validation_file or dataset}
     elif validation_file is not None:
         raise ValueError(
             f"validation_file={validation_file!r} goes with a local training file, got the Hub data set {dataset!r}: "
@@ -59,17 +66,21 @@ def load_splits(
         )
     else:
         splits = load_dataset(dataset, config, revision=revision)
+        sources = {name: f"the split {name!r} of {dataset!r}" for name in ("train", "validation")}
     if "train" not in splits:
         raise ValueError(f"{dataset!r} has no split 'train', only {', '.join(splits)}")
     for name in ("train", "validation"):
         if name in splits:
-            check_texts(splits[name], text_column, f"the split {name!r} of {dataset!r}")
-    if "validation" not in splits and validation_fraction == 0:
-        return DatasetDict(train=splits["train"])
-    if "validation" not in splits:
-        train, held_out = _hold_out(splits["train"], validation_fraction, text_column, seed)
-        return DatasetDict(train=train, validation=held_out)
-    return DatasetDict(train=splits["train"], validation=splits["validation"])
+            what = f"the split {name!r} of {dataset!r}"
+            check_texts(splits[name], text_column, what, place=partial(place_of, sources[name]))
+    found = Splits(train=splits["train"])
+    found.sources, found.numbers = sources, {}
+    if "validation" in splits:
+        found["validation"] = splits["validation"]
+    elif validation_fraction > 0:
+        found.sources["validation"] = sources["train"]
+        _hold_out(found, validation_fraction, text_column, seed)
+    return found
 
 
 def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "text") -> tuple[Dataset, Dataset]:
@@ -97,7 +108,7 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
         name, _, split = source.partition(":")
         *owner, config = name.split("/") if name.count("/") == 2 else (name, None)
         rows = load_dataset("/".join(owner), config, split=split or "train")
-    check_texts(rows, text_column, repr(source))
+    check_texts(rows, text_column, repr(source), place=partial(place_of, source))
     parts = _cut_text("\n\n".join(rows[text_column]), 1 - held_out)
     if parts is None:
         raise ValueError(f"{source!r} is too short to hold out {held_out} of it as its end: give more text")
@@ -114,6 +125,24 @@ def load_rows(file: str) -> Dataset:
     if Path(file).suffix == ".txt":
         raise ValueError(f"{file} is one text, expected rows: give a .jsonl, .csv or .parquet file with a row for each")
     return _load_files({"train": matching(file)})["train"]
+
+
+def texts_in(file: str, column: str = "text") -> list[str]:
+    """Return the texts of a file or glob: a .txt file is one text, and any other has a text in each row.
+
+    Args:
+        column: the column of the texts in a .jsonl, .json, .csv or .parquet file.
+    Raises:
+        ValueError: for a file of another format or encoding, an empty file, and as ``check_texts``.
+        FileNotFoundError: for a pattern that matches nothing.
+    """
+    _refuse_format(file)
+    files = matching(file)
+    if all(Path(each).suffix == ".txt" for each in files):
+        return [read_text(each) for each in files]
+    rows = _load_files({"train": files})["train"]
+    check_texts(rows, column, file)
+    return list(rows[column])
 
 
 def named_files(test: str, pairs: Sequence[str]) -> dict[str, str]:
@@ -196,9 +225,12 @@ def check_split(split: Dataset, column: str, what: str) -> None:
         raise ValueError(f"{what} has 0 rows")
 
 
-def check_texts(split: Dataset, column: str, what: str) -> None:
+def check_texts(split: Dataset, column: str, what: str, *, place: Callable[[int], str] | None = None) -> None:
     """Check that a split has rows, and text in every row of the column.
 
+    Args:
+        what: the name of the split in errors.
+        place: a function from the number of a row to words for it, by default ``place_of`` in a file of that name.
     Raises:
         ValueError: as ``check_split``, or naming the row without text.
     """
@@ -209,19 +241,24 @@ def check_texts(split: Dataset, column: str, what: str) -> None:
     if split.data.column(column).null_count:  # counted over the whole table, and the split may be a part of it
         for row, text in enumerate(split[column]):
             if text is None:
-                raise ValueError(
-                    f"{what}: row {row} of {column!r} holds nothing (null), expected text: fill it, or leave it out"
-                )
+                where = place_of(what, row) if place is None else place(row)
+                raise ValueError(f"{where}: {column!r} holds nothing (null), expected text: fill it, or leave it out")
 
 
-def _hold_out(train: Dataset, fraction: float, text_column: str, seed: int) -> tuple[Dataset, Dataset]:
+def _hold_out(splits: Splits, fraction: float, text_column: str, seed: int) -> None:
+    """Move a part of the training data to the split "validation"."""
+    train = splits["train"]
     if len(train) > 1:
-        parts = train.train_test_split(test_size=math.ceil(fraction * len(train)), seed=seed)
-        return parts["train"], parts["test"]
-    parts = _cut_text(train[0][text_column], 1 - fraction)
-    if parts is None:
+        numbers = Dataset.from_dict({"number": range(len(train))})
+        parts = numbers.train_test_split(test_size=math.ceil(fraction * len(train)), seed=seed)
+        for name, part in (("train", parts["train"]), ("validation", parts["test"])):
+            splits.numbers[name] = list(part["number"])
+            splits[name] = train.select(splits.numbers[name])
+        return
+    cut = _cut_text(train[0][text_column], 1 - fraction)
+    if cut is None:
         raise ValueError("the training data is one text, too short to hold out a part: give a validation file")
-    return _as_rows(parts, text_column)
+    splits["train"], splits["validation"] = _as_rows(cut, text_column)
 
 
 def _as_rows(parts: tuple[str, str], column: str) -> tuple[Dataset, Dataset]:

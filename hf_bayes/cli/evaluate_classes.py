@@ -25,7 +25,7 @@ def class_sets(
     def labels_of(rows: Dataset, file: str) -> list[int]:
         return classes_of(rows, list(map(str, target.head["labels"])), what=file, label_column=args.label_column)
 
-    return text_sets(files, tokenizer, args, labels_of=labels_of, placeholder=0)
+    return text_sets(files, tokenizer, args, text_column=target.text_column, labels_of=labels_of, placeholder=0)
 
 
 def scored_classes(found: Predictive, labels: Tensor) -> dict[str, Tensor]:

@@ -26,7 +26,9 @@ def label_sets(
     def labels_of(rows: Dataset, file: str) -> list[list[float]]:
         return label_vectors_of(rows, names, what=file, label_column=args.label_column)
 
-    return text_sets(files, tokenizer, args, labels_of=labels_of, placeholder=[0.0] * len(names))
+    return text_sets(
+        files, tokenizer, args, text_column=target.text_column, labels_of=labels_of, placeholder=[0.0] * len(names)
+    )
 
 
 def scored_labels(found: Predictive, labels: Tensor) -> dict[str, Tensor]:

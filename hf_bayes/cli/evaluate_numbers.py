@@ -28,7 +28,9 @@ def number_sets(
     def labels_of(rows: Dataset, file: str) -> list[list[float]]:
         return numbers_of(rows, count, what=file, label_column=args.label_column)
 
-    return text_sets(files, tokenizer, args, labels_of=labels_of, placeholder=[0.0] * count)
+    return text_sets(
+        files, tokenizer, args, text_column=target.text_column, labels_of=labels_of, placeholder=[0.0] * count
+    )
 
 
 def scored_numbers(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
@@ -57,7 +59,14 @@ def own_number_sets(
     """
     count = len(target.head["labels"])
     labels = numbers_of(load_rows(files[TEST]), count, what=files[TEST], label_column=args.label_column)
-    return text_sets(files, tokenizer, args, labels_of=lambda rows, file: labels, placeholder=labels[0])
+    return text_sets(
+        files,
+        tokenizer,
+        args,
+        text_column=target.text_column,
+        labels_of=lambda rows, file: labels,
+        placeholder=labels[0],
+    )
 
 
 def scored_own_numbers(found: Predictive, labels: Tensor) -> dict[str, Tensor]:

@@ -22,7 +22,6 @@ class TextArguments:
 
     _argument_group_name = "labelled texts"
 
-    text_column: str = field(default="text", metadata={"help": "Column of the text, or of the words of a tagger."})
     pair_column: str | None = field(default=None, metadata={"help": "Column of a second text, if rows are pairs."})
     label_column: str = field(default="label", metadata={"help": "Column of the test rows' labels."})
     max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text. Default: all that fit."})
@@ -40,6 +39,7 @@ def text_sets(
     tokenizer: PreTrainedTokenizerBase,
     args: TextArguments,
     *,
+    text_column: str,
     labels_of: Callable[[Dataset, str], list[Any]],
     placeholder: Any,
 ) -> dict[str, Dataset]:
@@ -47,12 +47,13 @@ def text_sets(
 
     Args:
         files: name -> file.
+        text_column: the column of the text.
         labels_of: a function of the test rows and the name of their file. It returns their labels.
         placeholder: the label of all other rows.
     Raises:
         OSError, ValueError: for a file that cannot be read, a missing column, or a label that does not fit the model.
     """
-    columns: dict[str, Any] = {"text_column": args.text_column, "pair_column": args.pair_column}
+    columns: dict[str, Any] = {"text_column": text_column, "pair_column": args.pair_column}
     sets = {}
     for name, file in files.items():
         rows = load_rows(file)

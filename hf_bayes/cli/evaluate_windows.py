@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
+from hf_bayes.cli.data import texts_in
 from hf_bayes.cli.evaluate_classes import scored_classes
 from hf_bayes.cli.evaluation import Case, Collate, Target
-from hf_bayes.cli.parsing import check_count, read_text
+from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.token_windows import token_windows, window_length
 from hf_bayes.metrics.figures import NEXT_TOKENS
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
@@ -31,14 +33,16 @@ class WindowArguments:
         check_count("max_windows", self.max_windows, "windows of a text")
 
 
-def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> Dataset:
-    """Return rows of ``length`` tokens, each its own label.
+def windows_of(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, text_column: str = "text"
+) -> Dataset:
+    """Return rows of ``length`` tokens, each its own label. The texts of a file with rows are joined to one.
 
     Raises:
-        ValueError: for a text shorter than a window.
+        ValueError, OSError: for a text shorter than a window, and as ``texts_in``.
     """
-    text = Dataset.from_dict({"text": [read_text(path)]})
-    rows = token_windows(text, tokenizer, length=length, join=True)
+    texts = Dataset.from_dict({"text": texts_in(path, text_column)})
+    rows = token_windows(texts, tokenizer, length=length, join=True)
     whole = [row for row in rows["input_ids"] if len(row) == length]
     if not whole:
         raise ValueError(f"{path} is shorter than one window of {length} tokens: give more text or a smaller --length")
@@ -56,7 +60,8 @@ def window_sets(
         ValueError: for windows longer than the model's context, and as ``windows_of``.
     """
     length = window_length(args.length, target.context, default=128, flag="--length")
-    return {name: windows_of(file, tokenizer, length=length, limit=args.max_windows) for name, file in files.items()}
+    how: dict[str, Any] = {"length": length, "limit": args.max_windows, "text_column": target.text_column}
+    return {name: windows_of(file, tokenizer, **how) for name, file in files.items()}
 
 
 def collate_windows(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Dataset], args: WindowArguments) -> Collate:

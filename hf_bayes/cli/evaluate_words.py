@@ -14,6 +14,7 @@ from hf_bayes.cli.evaluate_texts import TextArguments
 from hf_bayes.cli.evaluation import TEST, Case, Collate, Target
 from hf_bayes.cli.model_labels import tags_of, words_of
 from hf_bayes.cli.padding import longest_row
+from hf_bayes.cli.row_places import place_of
 from hf_bayes.metrics.figures import TAGS
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
@@ -40,7 +41,7 @@ def word_sets(
     names, sets = list(map(str, target.head["labels"])), {}
     for name, file in files.items():
         rows = load_rows(file)
-        words = _words(rows, args.text_column, file)
+        words = _words(rows, target.text_column, file)
         tags = [[0] * len(row) for row in words]
         if name == TEST:
             tags = tags_of(rows, names, what=file, label_column=args.label_column)
@@ -63,7 +64,7 @@ def _words(rows: Dataset, column: str, what: str) -> list[list[str]]:
         words = words_of(value) if isinstance(value, (str, list)) else []
         if not words or not is_texts(words):
             raise ValueError(
-                f"row {number} of {what} has {value!r} in the column {column!r}, expected a list of words, or text: "
+                f"{place_of(what, number)} has {value!r} in the column {column!r}, expected a list of words, or text: "
                 "drop such rows, or name the column of the words"
             )
         found.append(words)
@@ -84,15 +85,17 @@ def _encoded(
     for number, (row, own) in enumerate(zip(words, tags, strict=True)):
         if len(row) != len(own):
             raise ValueError(
-                f"row {number} of {what} has {len(row)} words and {len(own)} tags, expected a tag for each word: name "
-                "the columns of words and tags"
+                f"{place_of(what, number)} has {len(row)} words and {len(own)} tags, expected a tag for each word: "
+                "name the columns of words and tags"
             )
         before, row_labels = None, []
         for word in encoded.word_ids(number):
             row_labels.append(IGNORE if word is None or word == before else own[word])
             before = word
         if all(label == IGNORE for label in row_labels):
-            raise ValueError(f"row {number} of {what} has no word left in its {max_length} tokens: raise --max_length")
+            raise ValueError(
+                f"{place_of(what, number)} has no word left in its {max_length} tokens: raise --max_length"
+            )
         labels.append(row_labels)
     kept = {name: values for name, values in encoded.items() if name != "token_type_ids"}
     return Dataset.from_dict({**kept, "labels": labels})

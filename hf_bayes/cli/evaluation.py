@@ -31,10 +31,12 @@ class Target(NamedTuple):
     Attributes:
         head: ``PosteriorConfig.head``, with the names of the labels.
         context: tokens of the model's context; None for no limit.
+        text_column: the column of the text, or of the words of a tagger, in files of rows.
     """
 
     head: Mapping[str, Any]
     context: int | None
+    text_column: str = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def evaluate(
         read = case.scored if name == TEST else case.unscored
         pieces, counts = [], []
         loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
-        for batch in tqdm(loader, desc=name, leave=False, disable=hide):
+        for batch in tqdm(loader, desc=name, leave=False, disable=hide or None):  # None: only a terminal gets a bar
             inputs = {key: value.to(model.device) for key, value in batch.items()}
             statistics, _ = model.read_predictions(inputs, read)
             pieces.append({key: value.cpu().double() for key, value in statistics.items()})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset, DatasetDict, LargeList, List
 
 from hf_bayes.cli.data import check_split, check_texts
+from hf_bayes.cli.row_places import place_of
 
 
 class LabelledText(NamedTuple):
@@ -50,6 +52,7 @@ def labelled_text(
     label_column: str = "label",
     numbers: bool = False,
     max_length: int | None = None,
+    place: Callable[[str, int], str] | None = None,
 ) -> LabelledText:
     """Encode texts (or pairs of texts) and their labels.
 
@@ -64,28 +67,30 @@ def labelled_text(
         label_column: the column of the labels.
         numbers: True if labels are numbers to predict (a regression) instead of classes.
         max_length: the largest number of tokens in a row. None uses the limit of the tokenizer.
+        place: a function from a split and the number of a row to words for it, for errors.
     Raises:
         ValueError: for a missing column, fewer than two classes, or a label that is missing, not finite in a
             regression, or not in the training split.
     """
+    columns = [text_column, label_column, *([] if pair_column is None else [pair_column])]
+    if len(set(columns)) < len(columns):
+        raise ValueError(
+            f"the columns of the text, the second text and the label must differ, got {', '.join(columns)}: the label "
+            "would be part of what it is predicted from"
+        )
     for name, split in splits.items():
         for column in [text_column, *([] if pair_column is None else [pair_column])]:
-            check_texts(split, column, f"the split {name!r}")
+            check_texts(split, column, f"the split {name!r}", place=None if place is None else partial(place, name))
         check_split(split, label_column, f"the split {name!r}")
     labels = _labels_of(splits["train"], label_column, numbers=numbers)
-
     encode = _encoder(tokenizer, text_column, pair_column, max_length)
-
-    def encode_row(batch: dict[str, list[Any]], rows: list[int], split: str) -> dict[str, Any]:
-        return {**encode(batch), "labels": read_labels(batch[label_column], rows, labels, f"the split {split!r}")}
-
-    encoded = {
-        name: split.map(
-            encode_row, batched=True, with_indices=True, fn_kwargs={"split": name}, remove_columns=split.column_names
-        )
-        for name, split in splits.items()
-    }
-    return LabelledText(DatasetDict(encoded), labels.head)
+    encoded = DatasetDict()
+    for name, split in splits.items():
+        where = partial(place_of, f"the split {name!r}") if place is None else partial(place, name)
+        found = read_labels(split[label_column], labels, where)
+        rows = split.map(encode, batched=True, remove_columns=split.column_names)
+        encoded[name] = rows.add_column("labels", found)
+    return LabelledText(encoded, labels.head)
 
 
 def unlabelled_text(
@@ -127,19 +132,21 @@ def _encoder(
     return encode
 
 
-def read_labels(values: Iterable[Any], rows: Iterable[int], labels: LabelReader, what: str) -> list[Any]:
-    """Return the labels of these rows.
+def read_labels(values: Iterable[Any], labels: LabelReader, place: Callable[[int], str]) -> list[Any]:
+    """Return the labels of rows.
 
+    Args:
+        place: a function from the number of a row to words for it.
     Raises:
-        ValueError: naming the first row of ``what`` with another value.
+        ValueError: naming the first row with another value.
     """
     answers = []
-    for row, value in zip(rows, values, strict=True):
+    for row, value in enumerate(values):
         try:
             answers.append(labels.read(value))
         except (LookupError, TypeError, ValueError):
             raise ValueError(
-                f"row {row} of {what} has the label {value!r}, expected {labels.expected}: {labels.advice}"
+                f"{place(row)} has the label {value!r}, expected {labels.expected}: {labels.advice}"
             ) from None
     return answers
 
@@ -176,13 +183,13 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
     }
     advice = "drop such rows, or add examples of that class to the training split"
     if not several:
-        return LabelReader(head, index.__getitem__, f"one of {names}", advice)
+        return LabelReader(head, index.__getitem__, f"one of the {len(names)} classes ({some(names)})", advice)
 
     def several_of(label: Iterable[Any]) -> list[float]:
         chosen = {index[value] for value in label}
         return [float(number in chosen) for number in range(len(names))]
 
-    return LabelReader(head, several_of, f"a list out of {names}", advice)
+    return LabelReader(head, several_of, f"a list out of the {len(names)} labels ({some(names)})", advice)
 
 
 def classes_in(feature: Any) -> tuple[bool, list[str] | None]:
@@ -195,6 +202,11 @@ def classes_in(feature: Any) -> tuple[bool, list[str] | None]:
 def _values(rows: Iterable[Iterable[Any] | None]) -> set[Any]:
     """Return the values in all rows. A missing value is refused later, with its row."""
     return {value for row in rows for value in row or ()} - {None}
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few names of classes, for an error."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def finite_number(label: Any) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peft import TaskType
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq
 
 from hf_bayes.cli.arguments import DataArguments, ModelArguments
 from hf_bayes.cli.scripts import Problem
@@ -47,7 +47,7 @@ def language_model(
         ValueError: for windows that do not fit the model, and as ``DataArguments.load``.
     """
     tokenizer = model_args.load_tokenizer()
-    model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
+    model = model_args.add_lora(model_args.load_language_model(), TaskType.CAUSAL_LM)
     length = window_length(windows.window, context_of(core_of(model))[0], default=256)
     with args.main_process_first(desc="data"):
         splits = {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
 
 from hf_bayes.cli.data import check_split
-from hf_bayes.cli.labels import LabelReader, classes_in, finite_number, read_labels
+from hf_bayes.cli.labels import LabelReader, classes_in, finite_number, read_labels, some
+from hf_bayes.cli.row_places import place_of
 from hf_bayes.posteriors.storage.json_types import as_list
 
 _ADVICE = "drop such rows, or name the column of the labels"
@@ -26,9 +28,9 @@ def classes_of(rows: Dataset, names: Sequence[str], *, what: str, label_column: 
         ValueError: for a missing column, and a label that is no class of the model.
     """
     check_split(rows, label_column, what)
-    expected = f"one of the {len(names)} classes of the model ({_some(names)})"
+    expected = f"one of the {len(names)} classes of the model ({some(names)})"
     reader = LabelReader({}, _class_reader(rows, label_column, names), expected, _ADVICE)
-    return read_labels(rows[label_column], range(len(rows)), reader, what)
+    return read_labels(rows[label_column], reader, partial(place_of, what))
 
 
 def label_vectors_of(
@@ -47,8 +49,8 @@ def label_vectors_of(
         chosen = {read(each) for each in value}
         return [float(number in chosen) for number in range(len(names))]
 
-    expected = f"a list out of the {len(names)} labels of the model ({_some(names)})"
-    return read_labels(rows[label_column], range(len(rows)), LabelReader({}, vector, expected, _ADVICE), what)
+    expected = f"a list out of the {len(names)} labels of the model ({some(names)})"
+    return read_labels(rows[label_column], LabelReader({}, vector, expected, _ADVICE), partial(place_of, what))
 
 
 def tags_of(rows: Dataset, names: Sequence[str], *, what: str, label_column: str = "label") -> list[list[int]]:
@@ -58,9 +60,9 @@ def tags_of(rows: Dataset, names: Sequence[str], *, what: str, label_column: str
     """
     check_split(rows, label_column, what)
     read = _class_reader(rows, label_column, names)
-    expected = f"tags out of the {len(names)} classes of the model ({_some(names)}), one for each word"
+    expected = f"tags out of the {len(names)} classes of the model ({some(names)}), one for each word"
     reader = LabelReader({}, lambda value: [read(tag) for tag in words_of(value)], expected, _ADVICE)
-    return read_labels(rows[label_column], range(len(rows)), reader, what)
+    return read_labels(rows[label_column], reader, partial(place_of, what))
 
 
 def words_of(value: Any) -> list[Any]:
@@ -94,7 +96,7 @@ def numbers_of(rows: Dataset, count: int, *, what: str, label_column: str = "lab
         return [finite_number(each) for each in values]
 
     expected = "a finite number" if count == 1 else f"a list of {count} finite numbers"
-    return read_labels(rows[label_column], range(len(rows)), LabelReader({}, read, expected, _ADVICE), what)
+    return read_labels(rows[label_column], LabelReader({}, read, expected, _ADVICE), partial(place_of, what))
 
 
 def _class_reader(rows: Dataset, column: str, names: Sequence[str]) -> Callable[[Any], int]:
@@ -108,7 +110,3 @@ def _class_reader(rows: Dataset, column: str, names: Sequence[str]) -> Callable[
         return index[str(value if given is None else given[value])]
 
     return read
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

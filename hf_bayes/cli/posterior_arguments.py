@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 
-from hf_bayes.cli.data import check_texts, load_rows
-from hf_bayes.cli.parsing import read_text
+from hf_bayes.cli.data import texts_in
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.pipelines.factory import pipeline
@@ -29,14 +27,17 @@ class PosteriorArguments:
     predict: str | None = field(
         default=None, metadata={"help": "members, linearised, distilled and others. Default: as stored."}
     )
+    check_base: bool = field(
+        default=True, metadata={"help": "Refuse a base model with other weights than the posterior was made with."}
+    )
     calibrated: bool = field(default=True, metadata={"help": "Apply the temperature stored with the posterior."})
 
     @property
     def loading(self) -> dict[str, Any]:
         """The arguments of ``from_pretrained``."""
         return {
-            "members": self.members, "base_model": self.base_model, "prediction": self.predict,
-            "calibrated": self.calibrated,
+            "members": self.members, "base_model": self.base_model, "check_base": self.check_base,
+            "prediction": self.predict, "calibrated": self.calibrated,
         }  # fmt: skip
 
     def text_pipeline(self, work: str) -> Any:
@@ -61,22 +62,17 @@ class PosteriorArguments:
 
 
 def given_texts(texts: Sequence[str], file: str | None, *, column: str, flag: str) -> list[str]:
-    """Return the texts of the command line, or of a file: a .txt file is one text, any other has one in each row.
+    """Return the texts of the command line, or of a file as ``texts_in`` reads it.
 
     Args:
-        column: the column of the texts in a .csv, .jsonl or .parquet file.
+        column: the column of the texts in a file of rows.
         flag: the flag of the texts, for the error message.
     Raises:
-        ValueError: for texts from both or from neither, and for a file without texts.
-        OSError: for a file that cannot be read.
+        ValueError, OSError: for texts from both or from neither, and as ``texts_in``.
     """
     if bool(texts) == bool(file):
         given = "both" if texts else "neither"
         raise ValueError(f"give the text by {flag} or by --file, got {given}")
     if file is None:
         return list(texts)
-    if Path(file).suffix == ".txt":
-        return [read_text(file)]
-    rows = load_rows(file)
-    check_texts(rows, column, file)
-    return list(rows[column])
+    return texts_in(file, column)

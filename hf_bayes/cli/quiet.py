@@ -20,6 +20,10 @@ WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
 
 RECORDS = {
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),  # kernels for other devices
+    # our checks of the inputs say the same, with the model's context
+    "transformers.tokenization_utils_base": ("Token indices sequence length is longer",),
+    "transformers.generation.stopping_criteria": ("This is a friendly reminder",),
+    "transformers.trainer_utils": ("The tokenizer has new PAD/BOS/EOS tokens",),  # the config was aligned
     "torch.utils._pytree": ("<enum '",),  # torchao registers its classes by a call that torch has deprecated
 }
 """The name of a logger -> the beginnings of its messages."""

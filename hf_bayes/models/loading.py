@@ -27,11 +27,16 @@ from hf_bayes.core.text_safety import readable_errors
 from hf_bayes.models import base_model as base
 from hf_bayes.models import lora_layers
 from hf_bayes.models.base_location import locate, reaching, refuse_adapted
+from hf_bayes.models.checkpoint_weights import Loaded, load_pretrained, warn_of_lost_weights
 from hf_bayes.models.restoration import GradientFlags, unwrapped
 from hf_bayes.posteriors.posterior import Posterior, require_members
 
 _TOKENIZER = ("tokenizer_config.json",)
 _READERS = ("preprocessor_config.json", "processor_config.json")
+_UNCHECKED = (
+    ". If you know that the difference does not matter, check_base=False predicts in spite of it (--check_base false "
+    "of hf-bayes evaluate, score, generate and demo)"
+)
 _PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -68,9 +73,11 @@ def load(
     what = posterior.source or "this posterior"
     if posterior.config.task != task:
         raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
-    model = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
-    loaded_as = model.dtype
-    model = _fitted(model, posterior, check_base)
+    loaded = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
+    loaded_as = loaded.model.dtype
+    model = _fitted(loaded.model, posterior, check_base)
+    if not check_base or posterior.config.base_model["fingerprint"].get("weights") is None:
+        warn_of_lost_weights(loaded, posterior.layout, what)
     if wanted is not None and wanted != loaded_as:
         model = model.to(wanted)
     model.eval()
@@ -130,13 +137,12 @@ def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, w
     if problems:
         raise ValueError(
             f"{what} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
-            "as base_model=, or pass check_base=False if you know that the difference does not matter"
+            f"as base_model= (--base_model){_UNCHECKED}"
         )
     if problems := base.head_differences(posterior.config.head, core.config):
         raise ValueError(
             f"the base model given for {what} has a config with {'; '.join(problems)}: set that "
-            "in its config, give the model's name or folder in its place, or pass check_base=False if you know "
-            "that the difference does not matter"
+            f"in its config, or give the model's name or folder in its place{_UNCHECKED}"
         )
 
 
@@ -289,14 +295,14 @@ def _load_base(
     location: dict[str, Any],
     device_map: Any,
     trust_remote_code: bool,
-) -> PreTrainedModel:
+) -> Loaded:
     recorded = posterior.config.base_model
     # adapters that came without a record of their base take it as transformers finds it
     dtype = None if recorded["dtype"] is None else getattr(torch, recorded["dtype"])
     if isinstance(given, nn.Module):
         refuse_adapted(given)
         base.refuse_spread(given)
-        return given
+        return Loaded(given)
     name, hub = locate(posterior, given, location, trust_remote_code)
     if not name:
         raise ValueError(
@@ -309,9 +315,9 @@ def _load_base(
         config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
     if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
         hub["quantization_config"] = AutoQuantizationConfig.from_dict(head["quantization_config"])
-    model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
-    base.refuse_spread(model)
-    return model
+    loaded = load_pretrained(auto_class, name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
+    base.refuse_spread(loaded.model)
+    return loaded
 
 
 def _dtype_of(given: Any) -> torch.dtype | None:

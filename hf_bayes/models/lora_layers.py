@@ -55,7 +55,7 @@ def check_fits(model: nn.Module, layout: Layout, where: str) -> None:
     for name, shape in layout.named_shapes.items():
         factor = _FACTOR.search(name)
         if factor is None or name.endswith(".bias"):
-            found = parameters.get(_plain_name(name))
+            found = parameters.get(plain_name(name))
             problem, fits = "no such parameter" if found is None else f"shape {list(found)}", found == shape
         else:
             module = modules.get(name[len(PREFIX) : factor.start()])
@@ -123,7 +123,7 @@ def _module_names(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the parameter's name in the base model without its adapter."""
     name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.removeprefix(PREFIX))
     return name.replace(".base_layer.", ".")

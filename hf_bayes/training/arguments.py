@@ -129,6 +129,7 @@ class BayesianTrainingArguments(TrainingArguments):
             raise ValueError(
                 "output_dir must be a folder, got an empty name: leave it out for the default, or name one"
             )
+        self._check_steps()
         super().__post_init__()  # type: ignore[no-untyped-call]
         for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
             if getattr(self, name) not in choices:
@@ -164,4 +165,27 @@ class BayesianTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"{self.mixed_precision} is refused: its loss scaling skips updates of the chain, or its layers are "
                 "not the model's own. Use bf16=True (accelerate launch --mixed_precision bf16) or float32"
+            )
+
+    def _check_steps(self) -> None:
+        """Check counts that transformers takes as they are: some would never act, or stop a run late."""
+        for event in ("logging", "save", "eval"):
+            steps = getattr(self, f"{event}_steps")
+            if getattr(self, f"{event}_strategy") != "steps" or steps is None:
+                continue
+            if not is_finite_number(steps) or steps <= 0:
+                raise ValueError(
+                    f"{event}_steps must be a number > 0, got {steps!r}: it counts updates, and below 1 it is a share "
+                    f"of them. To leave these steps out set {event}_strategy='no'"
+                )
+        steps = self.eval_accumulation_steps
+        if steps is not None and steps < 1:
+            raise ValueError(f"eval_accumulation_steps must be at least 1, got {steps}: leave it out for no limit")
+        if self.dataloader_num_workers < 0:
+            raise ValueError(
+                f"dataloader_num_workers must be >= 0, got {self.dataloader_num_workers}: 0 loads in this process"
+            )
+        if self.max_steps < -1:
+            raise ValueError(
+                f"max_steps must be a number of updates, or -1 for num_train_epochs, got {self.max_steps}: leave it out"
             )

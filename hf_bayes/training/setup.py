@@ -21,6 +21,7 @@ from hf_bayes.models.refusals import refuse_other_likelihood
 from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.host_trainers import config_kept
+from hf_bayes.training.memory_check import require_memory
 from hf_bayes.training.own_choices import given_or_recommended
 from hf_bayes.training.prepared_model import prepared
 from hf_bayes.training.refusals import refuse_other_weights
@@ -107,6 +108,7 @@ def set_up(
             start = inherited.gaussian.mean.to(start)
         if isinstance(bayesian, BayesianModelForPreferences):
             bayesian.reference = start.clone()
+        require_memory(start.numel(), len(mesh.chains), method, args.device, start.element_size())
         origin = initial_members(bayesian.layout, start, method, seed=args.seed, chains=mesh.chains)
         place_chains(bayesian, origin)
         bayesian.members_per_pass = args.members_per_pass

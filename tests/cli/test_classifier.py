@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, BertForMaskedLM
 
 from hf_bayes import BayesianTrainingArguments
 from hf_bayes.cli.arguments import DataArguments, ModelArguments
@@ -9,16 +13,42 @@ from hf_bayes.cli.classifier import LabelArguments, classifier
 from tests.tiny_models import TEXTS, tiny_bert, tiny_tokenizer
 
 
-def test_the_head_has_the_classes_of_the_data(tmp_path: Path) -> None:
-    tiny_bert(num_labels=3).save_pretrained(tmp_path / "bert")
-    tiny_tokenizer().save_pretrained(tmp_path / "bert")
+def parts(folder: Path, base: Any, **model: Any) -> tuple[Any, ...]:
+    """Return the arguments of ``classifier`` for this base model and rows of three classes."""
+    base.save_pretrained(folder / "bert")
+    tiny_tokenizer().save_pretrained(folder / "bert")
     rows = [{"text": TEXTS[i % 4][: 10 + i], "parity": ("even", "odd", "none")[i % 3]} for i in range(12)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    model = ModelArguments(str(tmp_path / "bert"), lora_rank=2)
-    data = DataArguments(str(tmp_path / "rows.jsonl"), validation_fraction=0)
-    args = BayesianTrainingArguments(str(tmp_path / "out"), use_cpu=True)
-    found = classifier(model, data, LabelArguments(label_column="parity"), args)
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataArguments(str(folder / "rows.jsonl"), validation_fraction=0)
+    args = BayesianTrainingArguments(str(folder / "out"), use_cpu=True)
+    return ModelArguments(str(folder / "bert"), **model), data, LabelArguments(label_column="parity"), args
+
+
+def masked_lm() -> BertForMaskedLM:
+    """A base model without the pooler that a classifier needs."""
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    own = tiny_bert().config.to_dict()
+    return BertForMaskedLM(BertConfig(**{name: own[name] for name in fields}))
+
+
+def test_the_head_has_the_classes_of_the_data(tmp_path: Path) -> None:
+    found = classifier(*parts(tmp_path, tiny_bert(num_labels=2), lora_rank=2))
     assert found.model.config.id2label == {0: "even", 1: "none", 2: "odd"}
     assert found.eval_dataset is None
     batches = [found.data_collator([found.train_dataset[i]]) for i in (0, 11)]
     assert batches[0]["input_ids"].shape == batches[1]["input_ids"].shape  # padded to one length
+
+
+def test_all_parameters_that_are_new_are_learnt(tmp_path: Path) -> None:
+    """Frozen ones would be random, and the posterior would not hold them."""
+    found = classifier(*parts(tmp_path, masked_lm(), lora_rank=2))
+    learnt = {name for name, parameter in found.model.named_parameters() if parameter.requires_grad}
+    for module in ("classifier", "bert.pooler.dense"):
+        assert f"base_model.model.{module}.modules_to_save.default.weight" in learnt
+
+
+def test_new_parameters_that_stay_frozen_are_refused(tmp_path: Path) -> None:
+    given = parts(tmp_path, masked_lm(), lora_rank=0)
+    with pytest.raises(ValueError, match=r"no weights for bert.pooler.dense.bias, bert.pooler.dense.weight, which"):
+        classifier(*given, subspace="last_layer")
+    assert classifier(*given, subspace="classifier|pooler").train_dataset.num_rows == 12

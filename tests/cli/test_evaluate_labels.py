@@ -60,7 +60,7 @@ def test_uncertainties_are_sums_over_the_labels(tmp_path: Path, model: BayesianM
 
 def test_a_label_that_the_model_does_not_have_is_refused(tmp_path: Path, model: BayesianModel) -> None:
     files = write_rows(tmp_path, [*LABELS[:-1], ["purple"]])
-    message = r"row 6 of .*test.jsonl has the label \['purple'\], expected a list out of the 3 labels of the model"
+    message = r"line 7 of .*test.jsonl has the label \['purple'\], expected a list out of the 3 labels of the model"
     with pytest.raises(ValueError, match=message):
         found_by(LABEL_CASE, model, files, NAMES)
 

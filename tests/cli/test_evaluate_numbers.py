@@ -56,7 +56,7 @@ def test_each_of_several_outputs_is_a_term(tmp_path: Path) -> None:
 
 def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, model: BayesianModel) -> None:
     files = write_rows(tmp_path, [*LABELS[:-1], math.nan])
-    with pytest.raises(ValueError, match=r"row 6 of .*test.jsonl has the label nan, expected a finite number: drop"):
+    with pytest.raises(ValueError, match=r"line 7 of .*test.jsonl has the label nan, expected a finite number: drop"):
         found_by(NUMBER_CASE, model, files, ["LABEL_0"])
 
 

@@ -11,9 +11,9 @@ from tests.cli.evaluated import NUM_ROWS, write_rows
 from tests.tiny_models import tiny_tokenizer
 
 
-def sets_of(files: dict[str, str], **arguments: Any) -> dict[str, Dataset]:
-    args = TextArguments(**arguments)
-    return text_sets(files, tiny_tokenizer(), args, labels_of=lambda rows, file: rows["label"], placeholder=-1)
+def sets_of(files: dict[str, str], text_column: str = "text") -> dict[str, Dataset]:
+    reading: dict[str, Any] = {"labels_of": lambda rows, file: rows["label"], "placeholder": -1}
+    return text_sets(files, tiny_tokenizer(), TextArguments(), text_column=text_column, **reading)
 
 
 def test_only_test_rows_have_labels_of_their_own(tmp_path: Path) -> None:

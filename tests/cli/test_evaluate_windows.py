@@ -11,7 +11,7 @@ from hf_bayes.cli.evaluate_windows import WINDOW_CASE, WindowArguments, windows_
 from hf_bayes.cli.evaluation import Target, evaluate
 from hf_bayes.metrics.figures import Array
 from hf_bayes.models.attaching import attach
-from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
+from tests.tiny_models import EOS, TEXTS, tiny_llama, tiny_tokenizer, with_lora
 
 
 def test_no_windows_are_refused_before_anything_is_loaded() -> None:
@@ -27,6 +27,18 @@ def test_windows_are_spread_over_the_text(tmp_path: Path) -> None:
     assert some["labels"] == some["input_ids"]
     with pytest.raises(ValueError, match=r"text.txt is shorter than one window of 5000 tokens: give more text"):
         windows_of(str(tmp_path / "text.txt"), tiny_tokenizer(), length=5000, limit=2)
+
+
+def test_the_texts_of_rows_are_joined(tmp_path: Path) -> None:
+    """A table is no text: its other columns and its commas are not scored."""
+    (tmp_path / "rows.csv").write_text("body,label\n" + "\n".join(f"{text},1" for text in TEXTS[:1] * 9))
+    files, tokenizer = {"test": str(tmp_path / "rows.csv")}, tiny_tokenizer()
+    target, args = Target({}, None, text_column="body"), WindowArguments(length=8)
+    found = [token for row in WINDOW_CASE.read(files, tokenizer, target, args)["test"]["input_ids"] for token in row]
+    alone = tokenizer(TEXTS[0])["input_ids"]
+    assert found[: len(alone) + 1] == [*alone, EOS]
+    with pytest.raises(ValueError, match=r"rows.csv has no column 'text', only body, label: name one of them"):
+        WINDOW_CASE.read(files, tokenizer, Target({}, None), args)
 
 
 @pytest.mark.parametrize(("given", "context", "expected"), [(None, 48, 48), (None, None, 128), (16, 48, 16)])

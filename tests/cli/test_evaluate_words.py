@@ -70,10 +70,10 @@ def test_words_beyond_the_last_token_are_left_out(tmp_path: Path, model: Bayesia
 @pytest.mark.parametrize(
     ("words", "tags", "arguments", "message"),
     [
-        (["a b"], ["O"], {}, r"row 0 of .*test.jsonl has 2 words and 1 tags, expected a tag for each word"),
-        (["a b"], ["O X"], {}, r"row 0 of .*test.jsonl has the label 'O X', expected tags out of the 3 classes"),
-        ([""], [""], {}, r"row 0 of .*test.jsonl has '' in the column 'text', expected a list of words, or text"),
-        ([3], ["O"], {}, r"row 0 of .*test.jsonl has 3 in the column 'text', expected a list of words"),
+        (["a b"], ["O"], {}, r"line 1 of .*test.jsonl has 2 words and 1 tags, expected a tag for each word"),
+        (["a b"], ["O X"], {}, r"line 1 of .*test.jsonl has the label 'O X', expected tags out of the 3 classes"),
+        ([""], [""], {}, r"line 1 of .*test.jsonl has '' in the column 'text', expected a list of words, or text"),
+        ([3], ["O"], {}, r"line 1 of .*test.jsonl has 3 in the column 'text', expected a list of words"),
         (["a"], ["O"], {"label_column": "tags"}, r"test.jsonl has no column 'tags', only text, label: name one"),
         (["a"], ["O"], {"pair_column": "b"}, "--pair_column b: a tagger reads one text, leave it out"),
     ],

@@ -60,7 +60,8 @@ def test_texts_are_cut_at_max_length(splits: DatasetDict, tokenizer: PreTrainedT
 
 
 @pytest.mark.parametrize(
-    ("label", "message"), [("neither", "row 0 of the split 'validation' has the label 'neither'"), (None, "label None")]
+    ("label", "message"),
+    [("neither", "row 1 .* of the split 'validation' has the label 'neither'"), (None, "label None")],
 )
 def test_a_label_without_a_class_is_refused(
     splits: DatasetDict, tokenizer: PreTrainedTokenizerFast, label: str | None, message: str
@@ -97,7 +98,7 @@ def test_numbers_are_kept_where_they_are_asked_for(tokenizer: PreTrainedTokenize
 def test_a_number_that_is_missing_or_not_finite_is_refused(
     tokenizer: PreTrainedTokenizerFast, label: float | None
 ) -> None:
-    message = f"row 1 of the split 'train' has the label {label}, expected a finite number"
+    message = rf"row 2 \(counted from 1\) of the split 'train' has the label {label}, expected a finite number"
     with pytest.raises(ValueError, match=message):
         labelled_text(columns(label=[0.5, label]), tokenizer, numbers=True)
 
@@ -112,7 +113,9 @@ def test_a_missing_list_or_an_unknown_class_is_refused(tokenizer: PreTrainedToke
     for label in (None, ["a", "c"], [None]):
         features = Features({"text": Value("string"), "label": List(Value("string"))})
         data["validation"] = Dataset.from_list([{"text": "x", "label": label}], features=features)
-        with pytest.raises(ValueError, match=r"row 0 of the split 'validation' .* a list out of \['a', 'b'\]"):
+        with pytest.raises(
+            ValueError, match=r"row 1 .* of the split 'validation' .* a list out of the 2 labels \(a, b\)"
+        ):
             labelled_text(data, tokenizer)
 
 
@@ -155,3 +158,9 @@ def test_texts_without_labels_are_encoded_as_labelled_ones(
     assert list(found) == list(encoded["train"].remove_columns("labels"))
     with pytest.raises(ValueError, match=r"other.csv has no column 'title', only text: name one of them"):
         unlabelled_text(rows, tokenizer, what="other.csv", text_column="title")
+
+
+def test_a_wrong_label_is_named_by_its_place(splits: DatasetDict, tokenizer: PreTrainedTokenizerFast) -> None:
+    splits["validation"] = Dataset.from_list([{"text": "x", "label": "even"}, {"text": "x", "label": "neither"}])
+    with pytest.raises(ValueError, match=r"^validation 1 has the label 'neither', expected one of"):
+        labelled_text(splits, tokenizer, place=lambda split, row: f"{split} {row}")

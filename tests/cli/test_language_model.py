@@ -35,3 +35,9 @@ def test_the_default_window_is_the_context_of_a_small_model(problem: Callable[[W
     assert len(problem(WindowArguments()).train_dataset[0]["input_ids"]) == 128
     with pytest.raises(ValueError, match="--window=256 is longer than the model's longest context, 128 tokens"):
         problem(WindowArguments(window=256))
+
+
+def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
+    tiny_llama().model.save_pretrained(tmp_path)  # without the head
+    with pytest.raises(ValueError, match=r"has no weights for lm_head.weight, which the posterior would not hold"):
+        ModelArguments(str(tmp_path)).load_language_model()

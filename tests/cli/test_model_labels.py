@@ -33,7 +33,7 @@ def test_class_labels_are_found_by_name_and_not_by_number() -> None:
 
 @pytest.mark.parametrize("label", ["c", None])
 def test_a_label_that_is_no_class_of_the_model_is_refused(label: str | None) -> None:
-    message = rf"row 1 of test.csv has the label {label!r}, expected one of the 4 classes of the model \(a, b, d, ...\)"
+    message = rf"row 2 .* has the label {label!r}, expected one of the 4 classes of the model \(a, b, d, ...\)"
     with pytest.raises(ValueError, match=message):
         classes_of(rows_of(["a", label], Value("string")), ["a", "b", "d", "None"], what="test.csv")
 
@@ -45,20 +45,23 @@ def test_a_list_of_labels_becomes_a_vector() -> None:
 
 @pytest.mark.parametrize("label", [["a", "z"], None, [None]])
 def test_an_unknown_label_in_a_list_is_refused(label: Any) -> None:
-    message = r"row 1 of test.jsonl has the label .*, expected a list out of the 2 labels of the model \(a, b\): drop"
+    message = r"row 2 .* has the label .*, expected a list out of the 2 labels of the model \(a, b\): drop"
     with pytest.raises(ValueError, match=message):
         label_vectors_of(rows_of([["a"], label], List(Value("string"))), ["a", "b"], what="test.jsonl")
 
 
 def test_text_is_no_list_of_labels() -> None:
-    with pytest.raises(ValueError, match=r"row 0 of test.csv has the label 'ab', expected a list out of the 2 labels"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 1 .* of test.csv has the label 'ab', expected a list out of the 2 labels",
+    ):
         label_vectors_of(rows_of(["ab"]), ["a", "b"], what="test.csv")
 
 
 def test_tags_are_lists_or_text_with_blanks() -> None:
     for labels in ([["O", "B-PER"], ["O"]], ["O B-PER", "O"]):
         assert tags_of(rows_of(labels), ["B-PER", "O"], what="test.csv") == [[1, 0], [1]]
-    with pytest.raises(ValueError, match=r"row 0 of test.csv has the label 'X', expected tags out of the 2 classes"):
+    with pytest.raises(ValueError, match=r"row 1 .* of test.csv has the label 'X', expected tags out of the 2 classes"):
         tags_of(rows_of(["X"]), ["B-PER", "O"], what="test.csv")
     with pytest.raises(TypeError):
         words_of(3)
@@ -80,7 +83,9 @@ def test_numbers_are_read_for_every_output() -> None:
     ],
 )
 def test_a_label_that_is_no_finite_number_is_refused(label: Any, count: int, expected: str) -> None:
-    with pytest.raises(ValueError, match=rf"row 0 of test.csv has the label .*, expected {expected}: drop such rows"):
+    with pytest.raises(
+        ValueError, match=rf"row 1 .* of test.csv has the label .*, expected {expected}: drop such rows"
+    ):
         numbers_of(rows_of([label]), count, what="test.csv")
 
 

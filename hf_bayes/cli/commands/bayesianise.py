@@ -33,6 +33,9 @@ class BayesianiseArguments:
     heldout: str | None = field(
         default=None, metadata={"help": "File of rows with labels that were not used in training. Required."}
     )
+    text_column: str = field(
+        default="text", metadata={"help": "Column of the text, or of the words of a tagger, in a file of rows."}
+    )
     output_dir: str = field(default="posterior", metadata={"help": "Folder of the posterior."})
     base_model: str | None = field(default=None, metadata={"help": "Folder or id of the base model, if it has moved."})
     labels: list[str] = field(
@@ -82,7 +85,8 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
     case = case_of(config, args.adapter)
     chosen = own_arguments(case, own, args.adapter)
     tokenizer = load_tokenizer(args.adapter, posterior=posterior, base_model=args.base_model)
-    sets = case.read({TEST: args.heldout}, tokenizer, Target(config.head, context_of(model.core)[0]), chosen)
+    target = Target(config.head, context_of(model.core)[0], args.text_column)
+    sets = case.read({TEST: args.heldout}, tokenizer, target, chosen)
     collate = case.collate(tokenizer, sets, chosen)
     found = fit_training_free(
         model, sets[TEST], method, collate=collate, batch_size=args.batch_size, tokenizer=tokenizer, seed=args.seed

@@ -19,7 +19,7 @@ def classify(
     """Fine-tune a classifier or a regression of texts into a posterior, evaluate it on held-out rows and save it."""
     method_args.config()  # a wrong method is refused before the model is loaded
     begin(args)
-    train_or_tune(classifier(model_args, data_args, labels, args), args, method_args)
+    train_or_tune(classifier(model_args, data_args, labels, args, subspace=method_args.subspace), args, method_args)
 
 
 COMMAND = Command(

@@ -11,10 +11,17 @@ from typing import Any
 from datasets import concatenate_datasets
 from peft import PeftModel, TaskType
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
+from transformers import DataCollatorForSeq2Seq, set_seed
 
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.continual_arguments import ContinualArguments, LoraArguments, methods, refuse_push, windows
+from hf_bayes.cli.continual_arguments import (
+    ContinualArguments,
+    LoraArguments,
+    methods,
+    overlap_of,
+    refuse_push,
+    windows,
+)
 from hf_bayes.cli.continual_results import Results, figures, losses_on, table
 from hf_bayes.cli.data import load_episode
 from hf_bayes.cli.json_text import json_text
@@ -69,8 +76,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     output, tokenizer = Path(str(args.output_dir)), model_args.load_tokenizer()
     first = _new_model(model_args, args)
     window = window_length(given.window, context_of(first.get_base_model())[0], default=2048)
-    stride = window // 2 if given.stride is None else given.stride
-    cut = {"length": window, "overlap": window - stride, "text_column": given.text_column}
+    cut = {"length": window, "overlap": overlap_of(given.stride, window), "text_column": given.text_column}
     texts = [load_episode(e, held_out=given.held_out, text_column=given.text_column) for e in given.episodes]
     train, test = (windows(given.episodes, part, tokenizer, **cut) for part in zip(*texts, strict=True))
     settings = {**dataclasses.asdict(model_args), **dataclasses.asdict(given), "window": window, "methods": None}
@@ -148,7 +154,7 @@ class _Learner:
 
 def _new_model(model_args: LoraArguments, args: BayesianTrainingArguments, start: Path | None = None) -> Any:
     """Return the model with a new adapter, equal for all methods, or with the adapter of a directory."""
-    base = model_args.load_model(AutoModelForCausalLM)
+    base = model_args.load_language_model()
     if start is not None:
         return PeftModel.from_pretrained(base, start, is_trainable=True)
     set_seed(args.seed)

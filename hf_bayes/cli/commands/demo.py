@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,28 @@ class PageArguments:
             raise ValueError(f"--port must be 1 to 65535, got {self.port}")
 
 
+def require_address(host: str, port: int) -> None:
+    """Check that a page can be served at an address. gradio reports every reason as a port in use.
+
+    Raises:
+        ValueError: for a host that is not this computer.
+        OSError: if the port is in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"--host must be an address of this computer, got {host!r}: 127.0.0.1 is one") from error
+    with socket.socket(family, kind, protocol) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(address)
+        except OSError as error:
+            raise OSError(
+                f"the page cannot be served at {host}:{port} ({error.strerror}): end what is there, or give another "
+                "--port or --host"
+            ) from error
+
+
 def demo(posterior: PosteriorArguments, page: PageArguments) -> None:
     """Start a page in the browser: type a prompt, and watch the tokens with their uncertainty as they are generated.
 
@@ -37,10 +60,11 @@ def demo(posterior: PosteriorArguments, page: PageArguments) -> None:
 
     Raises:
         ImportError: if gradio is not installed.
-        ValueError: for a posterior of another task.
+        ValueError: for a posterior of another task, and a host that is not this computer.
         OSError: if the port is in use.
     """
     require_gradio()  # before a model is loaded
+    require_address(page.host, page.port)
     asked = [posterior]
     if page.compare is not None:
         asked.append(dataclasses.replace(posterior, posterior=page.compare, base_model=None))

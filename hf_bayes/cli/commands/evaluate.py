@@ -1,8 +1,8 @@
 """``hf-bayes evaluate``: scores, calibration, risk-coverage, and detection of other inputs.
 
-The posterior names its task. For a language model the files are texts, which are cut into windows of equal length. For
-classifiers, regressions and taggers of texts they are .csv, .jsonl or .parquet files with a row for each text; only the
-test rows need labels:
+The posterior names its task. For a language model the files are texts, which are cut into windows of equal length: a
+.txt file is one text, and the rows of a .csv, .jsonl or .parquet file are joined. For classifiers, regressions and
+taggers of texts they are .csv, .jsonl or .parquet files with a row for each text; only the test rows need labels:
 
     one class for each text      the name of a class
     several labels               a list of names
@@ -53,6 +53,9 @@ class EvaluationArguments(PosteriorArguments):
 
     test: str = field(kw_only=True, metadata={"help": "Held-out data in distribution, one file."})
     ood: list[str] = field(default_factory=list, metadata={"help": "Other data, as name=file."})
+    text_column: str = field(
+        default="text", metadata={"help": "Column of the text, or of the words of a tagger, in a file of rows."}
+    )
     output_dir: str = field(default="evaluation", metadata={"help": "Directory of results.json and the figure."})
     batch_size: int = field(default=8, metadata={"help": "Windows or rows of a batch."})
 
@@ -80,7 +83,7 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     chosen = own_arguments(case, own, args.posterior)
     tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
     model = case.model_class.from_pretrained(posterior, **args.loading)
-    target = Target(head_of(posterior.config, args.posterior), context_of(model.core)[0])
+    target = Target(head_of(posterior.config, args.posterior), context_of(model.core)[0], args.text_column)
     sets = case.read(files, tokenizer, target, chosen)
     collate = case.collate(tokenizer, sets, chosen)
     model.to(PartialState().device)  # the device that training would use

@@ -69,6 +69,8 @@ class ExportArguments:
     base_model: str | None = field(default=None, metadata={"help": "Folder or id of the base model, if it has moved."})
 
     def __post_init__(self) -> None:
+        if empty := [name for name in _TARGETS if getattr(self, name) == ""]:
+            raise ValueError(f"--{empty[0]} must be a folder, got an empty name: name a new one")
         given = [name for name in _TARGETS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             flags = ", ".join(f"--{name}" for name in _TARGETS)

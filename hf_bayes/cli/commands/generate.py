@@ -60,6 +60,16 @@ class PromptArguments:
         return {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample, **given}
 
 
+def refuse_empty(prompts: list[str], tokenizer: Any) -> None:
+    """Raise a ValueError for a prompt without tokens: beside longer ones it would be continued from padding."""
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip() and not tokenizer(prompt)["input_ids"]:
+            raise ValueError(
+                f"prompt {number} of {len(prompts)} is {prompt!r}, which has no token, and this tokenizer adds none: "
+                "give a text"
+            )
+
+
 def generate(posterior: PosteriorArguments, prompts: PromptArguments, output: OutputArguments) -> None:
     """Continue prompts, and show the log-probability and the uncertainty of each new token.
 
@@ -71,6 +81,7 @@ def generate(posterior: PosteriorArguments, prompts: PromptArguments, output: Ou
     settings = prompts.settings
     given = given_texts(prompts.prompt, prompts.file, column=prompts.text_column, flag="--prompt")
     run = posterior.text_pipeline("generate")
+    refuse_empty(given, run.tokenizer)
     set_seed(prompts.seed)
     show([record for found in run(given, **settings) for record in found], output)
 

@@ -46,14 +46,19 @@ def tune(
     The same command continues a comparison that was interrupted.
 
     Raises:
-        ValueError: for arguments of the other task, and as ``hf_bayes.tune``.
+        ValueError: for arguments of the other task, without held-out rows, and as ``hf_bayes.tune``.
     """
     refuse_changes(labels if tuning.task == "lm" else windows, f"--task {tuning.task}")
     begin(args)
     if tuning.task == "lm":
         problem = language_model(model_args, data_args, windows, args)
     else:
-        problem = classifier(model_args, data_args, labels, args)
+        problem = classifier(model_args, data_args, labels, args, subspace=tuning.subspace)
+    if problem.eval_dataset is None:
+        raise ValueError(
+            "methods are compared on held-out rows, and --validation_fraction 0 holds none out: give a share of the "
+            "rows, or a --validation_file"
+        )
     return compare(args=args, budget=tuning.budget, subspace=tuning.subspace, **problem._asdict())
 
 

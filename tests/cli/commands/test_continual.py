@@ -169,7 +169,7 @@ def test_an_unknown_method_is_refused(fields: dict[str, Any]) -> None:
     [
         ({"window": 49}, "window=49 is longer than the model's longest context, 48 tokens: lower it to 48"),
         ({"window": 0}, "windows need length >= 2 and 0 <= overlap < length, got length=0"),
-        ({"stride": 0}, "windows need length >= 2 and 0 <= overlap < length, got length=48, overlap=48"),
+        ({"stride": 0}, "--stride must be 1 to the window of 48 tokens, got 0"),
         ({"push_to_hub": True}, "push_to_hub is refused: there is a posterior for each method and episode"),
         ({"mean_field_args": {"width": 1}}, "mean_field has no field .width."),
     ],

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from hf_bayes.cli.commands.generate import refuse_empty
 from tests.cli.commands.running import run
+from tests.tiny_models import BOS
 
 PROMPTS = ("The mito", "Langevin")
 
@@ -31,3 +33,13 @@ def test_draws_follow_the_seed(posterior: str, capsys: pytest.CaptureFixture[str
 def test_a_temperature_without_draws_is_refused() -> None:
     with pytest.raises(ValueError, match="--top_p is for draws: add --do_sample, or leave it out"):
         run("generate", "out", "--prompt", "The", "--top_p", "0.5")
+
+
+@pytest.mark.parametrize(("prompts", "place"), [(("",), "1 of 1"), (("The mito", ""), "2 of 2")])
+def test_a_prompt_without_tokens_is_refused(posterior: str, prompts: tuple[str, ...], place: str) -> None:
+    with pytest.raises(ValueError, match=f"prompt {place} is '', which has no token, and this tokenizer adds none"):
+        run("generate", posterior, "--prompt", *prompts)
+
+
+def test_a_prompt_that_the_tokenizer_begins_is_allowed() -> None:
+    refuse_empty([""], lambda text: {"input_ids": [BOS]})

@@ -1,0 +1,51 @@
+"""The place of a row in words, for errors: the file and the line that an editor shows, where there is one."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from datasets import DatasetDict
+
+
+class Splits(DatasetDict):  # type: ignore[misc]
+    """The splits "train" and "validation", whose rows may have been held out of one source.
+
+    Attributes:
+        sources: the name of a split -> its file, its glob, or words for another source.
+        numbers: the name of a split -> the numbers in the source of its rows. Without an entry they are counted alike.
+    """
+
+    sources: dict[str, str]
+    numbers: dict[str, Sequence[int]]
+
+    def place(self, split: str, row: int) -> str:
+        """Return words for a row of a split, see ``place_of``."""
+        return place_of(self.sources[split], self.numbers[split][row] if split in self.numbers else row)
+
+
+def place_of(source: str, row: int) -> str:
+    """Return words for a row: its line in a .jsonl or .csv file, or else its number, both counted from 1.
+
+    Args:
+        source: a file, or words for another source.
+        row: the number of the row, from 0.
+    """
+    line = _line(Path(source), row) if Path(source).is_file() else None
+    return f"row {row + 1} (counted from 1) of {source}" if line is None else f"line {line} of {source}"
+
+
+def _line(file: Path, row: int) -> int | None:
+    """Return the line in which a row begins; None for a file of another kind, or with fewer rows."""
+    with file.open(encoding="utf-8", newline="") as lines:
+        if file.suffix == ".jsonl":
+            return next(islice((number for number, line in enumerate(lines, 1) if line.strip()), row, None), None)
+        if file.suffix == ".csv":  # a row may have line ends in quotes
+            reader, before, found = csv.reader(lines), 0, -1  # the header is no row
+            for cells in reader:
+                if cells and found == row:
+                    return before + 1
+                before, found = reader.line_num, found + bool(cells)
+    return None

@@ -1,0 +1,48 @@
+"""The refusal of chains that do not fit the memory: without it the system may kill the process without a word."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from hf_bayes.core.config import MethodConfig
+
+NUMBERS_PER_PARAMETER = 10
+"""The numbers that a chain needs for each random parameter: positions and their copies, the gradient, the state.
+
+It is a lower bound. The least peak that was measured is 15, with one draw: an ensemble of 64 LoRAs on a small Llama.
+"""
+
+
+def require_memory(num_parameters: int, num_chains: int, method: MethodConfig, device: torch.device, size: int) -> None:
+    """Check that the memory that is free now holds the chains of this process, before they are made.
+
+    The test is one of orders of magnitude: what the model's own passes need is not counted, so a run may still need
+    more. On an accelerator the chains are held against its memory, and their draws against that of the machine.
+
+    Args:
+        num_parameters: d, the random parameters of a chain.
+        num_chains: M, the chains of this process.
+        size: bytes of a number.
+    Raises:
+        ValueError: naming both amounts and what to reduce.
+    """
+    unit = num_parameters * num_chains * size
+    needed = {device.type: NUMBERS_PER_PARAMETER * unit}
+    needed["cpu"] = needed.get("cpu", 0) + method.draws_per_chain * unit
+    for kind, amount in needed.items():
+        free = _free_bytes(device if kind == device.type else torch.device("cpu"))
+        if free is not None and amount > free:
+            raise ValueError(
+                f"{method.name} with {num_chains:,} chains of {num_parameters:,} random parameters and "
+                f"{method.draws_per_chain:,} draws of each needs at least {amount / 2**30:,.1f} GiB, and "
+                f"{free / 2**30:,.1f} GiB are free on the {kind}: reduce num_chains, draws_per_chain, or the random "
+                "parameters (a smaller LoRA rank, fewer layers, another subspace)"
+            )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device; None if it is not known."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
