@@ -152,7 +152,7 @@ class IVONConfig(GaussianVIConfig):
         draws = GradientsOfDraws.of(
             evaluation, problem.prior, partial(self._draw, state), num_draws=num_draws, weight=self.prior_weight
         )
-        log_prior, sums_of_logs = draws.sources[0].log_prior, torch.zeros_like(state.theta[:, :2])
+        log_prior, sums_of_logs = draws.sources[0].log_prior, state.theta.new_zeros(len(state.theta), 2)
         squares = torch.zeros_like(state.spread[:, 0])
 
         def advance(
