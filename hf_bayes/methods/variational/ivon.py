@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -111,7 +112,10 @@ class IVONConfig(GaussianVIConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return replace(super().requirements, learning_rate="from_length")
+        found = replace(super().requirements, learning_rate="from_length")
+        if self.num_draws > 1 or self.pair_period is None:
+            return found
+        return replace(found, gradients_per_update=1 + Fraction(1, self.pair_period))
 
     def build(self, problem: Problem) -> Rule[IVONState]:
         if problem.learning_rate > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from hf_bayes.core.config import MethodConfig
@@ -37,8 +38,8 @@ class Candidate(NamedTuple):
     cost: int = 1
 
     @property
-    def gradients_per_update(self) -> int:
-        """The minibatch gradients of an update without accumulation, of all chains."""
+    def gradients_per_update(self) -> int | Fraction:
+        """The minibatch gradients of an update without accumulation, of all chains, as a mean over updates."""
         return self.method.num_chains * self.method.requirements.gradients_per_update
 
 
