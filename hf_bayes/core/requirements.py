@@ -6,6 +6,7 @@ The trainer, the post-hoc fits and ``sample`` read this record. They never test 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 Need = Literal["none", "useful", "needed"]
@@ -32,7 +33,8 @@ class Requirements:
             from the curvature, see ``Rule.early_passes``. "range_test": short trials of AdamW at several rates.
             "from_length": 1 / sqrt(n) for n updates. "unused": another setting takes its place. "given": it does not
             find one, so the user has to give one.
-        gradients_per_update: the gradients that an update takes on the same rows, see ``Rule.anchor``.
+        gradients_per_update: the gradients that an update takes on the same rows (``Rule.anchor``), as a mean over
+            updates: n updates take ceil(n * gradients_per_update).
         adapts_step: burn-in adapts the step size from any start; a learning rate is only the start of the search.
         rate_falls: a learning rate from a range test falls linearly to 0. False: it stays constant.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
@@ -60,7 +62,7 @@ class Requirements:
     tensor_names_setting: str = ""
     tensor_scales_setting: str = ""
     learning_rate: OwnRate = "given"
-    gradients_per_update: int = 1
+    gradients_per_update: int | Fraction = 1
     adapts_step: bool = False
     rate_falls: bool = True
     final_pass: bool = False

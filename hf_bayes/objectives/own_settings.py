@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -69,7 +70,7 @@ def settle(
     result = RangeTest(found, {}, 0) if found is not None else None
     if result is None:
         assert trial is not None
-        gradients = num_steps * method.requirements.gradients_per_update
+        gradients = math.ceil(num_steps * method.requirements.gradients_per_update)
         result = trial(plan_trial(gradients, method.num_chains), adamw_steps)
     if whitens:
         return Settings(replace(method, warm_start_learning_rate=result.learning_rate), None, result)

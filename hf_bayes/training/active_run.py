@@ -101,7 +101,7 @@ class ActiveRun:
         self.mirrored = mirrors_chains(self.method, self.problem)
         copies = len(self.run.chains) if rows.shared else 1
         passes = copies * self.method.requirements.gradients_per_update
-        self._ops_per_entry = 6 * passes * model.core.num_parameters(exclude_embeddings=True)
+        self._ops_per_entry = 6 * float(passes) * model.core.num_parameters(exclude_embeddings=True)
         self.probe_of_draws = self._probe(self.problem.num_steps // self.method.draws_per_chain)
         self.monitor = Monitor(
             model.layout.sizes,
@@ -156,10 +156,10 @@ class ActiveRun:
         if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
             return None
         count = self.problem.num_steps * self.rows.scale.rows_per_update * method.num_chains
-        count *= method.requirements.gradients_per_update
+        num_gradients = float(count * method.requirements.gradients_per_update)
         return SpreadPlan(
             found, self.prior, self.problem.shapes, method.prior_weight,
-            method.requirements.predicts_linearised, count, self.mirrored,
+            method.requirements.predicts_linearised, num_gradients, self.mirrored,
         )  # fmt: skip
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -54,15 +55,16 @@ def _announce_sizes(active: ActiveRun) -> None:
     chains, steps, accumulation = len(active.run.chains), active.problem.num_steps, args.gradient_accumulation_steps
     size = layout.dim * chains * active.run.theta.element_size()
     gradients = config.requirements.gradients_per_update
-    each = "" if gradients == 1 else f" with {gradients} gradients each"
-    # the points of an update and their gradients beside the state
-    held = 2 * gradients * size + sum(value.nbytes for value in active.run.template()._asdict().values())
+    on_average = "" if gradients == int(gradients) else " on average"
+    each = "" if gradients == 1 else f" with {float(gradients):.3g} gradients each{on_average}"
+    # the points of the largest update and their gradients beside the state
+    held = 2 * math.ceil(gradients) * size + sum(value.nbytes for value in active.run.template()._asdict().values())
     counted = "given" if rows.num_terms is None else f"{rows.num_terms} counted in {rows.num_rows} rows"
     active.host.say(
         "%s: %d chains x %s random parameters in %d tensors; N = %g likelihood terms (%s; %s); about %s for %d "
         "updates of %d micro-batches%s; %.1f MB of chain state, draws %.1f MB; random: %s",
         config.name, chains, f"{layout.dim:,}", len(layout.names), rows.num_data, args.data_unit, counted,
-        _duration(_time_one_micro_batch(active) * gradients * steps * accumulation), steps, accumulation, each,
+        _duration(_time_one_micro_batch(active) * float(gradients) * steps * accumulation), steps, accumulation, each,
         held / 2**20, config.draws_per_chain * size / 2**20, grouped(layout.names),
     )  # fmt: skip
 

@@ -39,9 +39,11 @@ class Diagnosis:
 
     @property
     def has_noise(self) -> bool:
-        """True if the first update moves every weight by noise; a ramp begins without noise."""
+        """True if the first update moves every weight by noise. A ramp begins without noise, and a Gaussian has none:
+        the filter of a new LoRA leaves A as it is, because B is 0."""
         method = self._active.method
-        return method.temperature > 0 and not (method.schedule and method.schedule.has_ramp)
+        ramps = method.schedule is not None and method.schedule.has_ramp
+        return method.temperature > 0 and method.requirements.draws_are_chain_states and not ramps
 
     def add_to(self, logs: dict[str, float]) -> None:
         """Add name/chain_k of all chains, and the convergence so far, to the logs of an update."""

@@ -13,6 +13,7 @@ without diagnostics.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from transformers.utils import logging
 from scripts.reproduce.accounts import accounts_table
 from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, index, rows_of, splits
 from scripts.reproduce.encoder_table_bench import Bench, encoder
-from scripts.reproduce.encoder_table_methods import Choice, Method, Scale, at_first_point, methods, num_updates
+from scripts.reproduce.encoder_table_methods import Choice, Scale, methods, num_gradients
 from scripts.reproduce.encoder_table_record import DIVERGED, Record, best, fill
 from scripts.reproduce.report import RESULTS, keep, spread, table
 
@@ -75,7 +76,7 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
         for row, cells in found.items()
     ]
     scale = Scale(**record["about"]["scale"])
-    gradients = {row: _gradients(scale, method) for method in methods(scale).values() for row in method.readings}
+    gradients = {row: num_gradients(scale, method) for method in methods(scale).values() for row in method.readings}
     cost = []
     for row, cells in found.items():
         points = _map_on_the_same_machine(record, cells)
@@ -84,7 +85,7 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
         ]
         members, on = cells[0]["members"] or "-", cells[0]["processor"]
         times = [spread(ratio, 1) if ratio else "-" for ratio in ratios]
-        cost.append([row, members, f"{gradients[row] / gradients['MAP']:g}", *times, on])
+        cost.append([row, members, f"{gradients[row] / gradients['MAP']:.3g}", *times, on])
     chosen = []
     for row in found:
         grid = record["rows"][row]["grid"]
@@ -121,23 +122,15 @@ def _map_on_the_same_machine(record: Mapping[str, Any], cells: Sequence[Mapping[
 
 
 def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
-    """Return the differences of NLL to the MAP estimate of the same seed."""
+    """Return the differences of NLL to the MAP estimate of the same seed, with their standard error over seeds."""
     rows = []
     for row, cells in found.items():
         gains = [point["nll"] - cell["nll"] for cell, point in zip(cells, found["MAP"], strict=True)]
         if row != "MAP":
-            rows.append([row, spread(gains), f"{sum(gain > 0 for gain in gains)} of {len(gains)}"])
+            error = statistics.stdev(gains) / math.sqrt(len(gains))
+            difference = f"{statistics.fmean(gains):.3f} ± {error:.3f}"
+            rows.append([row, difference, f"{sum(gain > 0 for gain in gains)} of {len(gains)}"])
     return rows
-
-
-def _gradients(scale: Scale, method: Method) -> int:
-    """Return the number of minibatch gradients of a run."""
-    config = at_first_point(method)
-    if not method.serial:
-        return scale.updates * config.num_chains
-    # an update of the warm start takes one gradient, whatever the method's own updates take
-    each, warm = config.requirements.gradients_per_update, config.warm_start_steps or 0
-    return num_updates(scale, method, config) * each - (each - 1) * warm
 
 
 def _words(choice: Choice) -> str:

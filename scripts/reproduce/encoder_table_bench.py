@@ -64,6 +64,7 @@ class Bench:
         settings = dict(choice)
         args: dict[str, Any] = {"learning_rate": settings.pop("learning_rate", 1e-3)}
         config = method.config(**settings)
+        batch_size = 1 if method.passes else scale.batch_size // method.accumulation
         with tempfile.TemporaryDirectory() as directory:
             trainer = BayesianTrainer(
                 model=self.model(seed),
@@ -72,12 +73,12 @@ class Bench:
                     output_dir=directory, seed=seed, **args, minibatch="shared", trunk_memory_gib=1.0,
                     probe_steps=method.probe_steps,
                     max_steps=num_updates(scale, method, config),
-                    per_device_train_batch_size=scale.batch_size // method.accumulation,
+                    per_device_train_batch_size=batch_size,
                     gradient_accumulation_steps=method.accumulation,
                     use_cpu=True, disable_tqdm=True, report_to="none", logging_strategy="no", save_strategy="no",
                     calibrate=False,
                 ),
-                train_dataset=self.data["train"],
+                train_dataset=self.data["train"] * max(1, method.passes),
                 eval_dataset=None if config.requirements.heldout == "none" else self.data["validation"],
             )  # fmt: skip
             begin = time.process_time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,9 @@ from hf_bayes import (
     AGPSConfig,
     BayesianTrainingArguments,
     BLoBConfig,
+    EKFConfig,
     EnsembleConfig,
+    IVONConfig,
     LaplaceConfig,
     LowRankVIConfig,
     MAPConfig,
@@ -55,6 +58,7 @@ class Method(NamedTuple):
         serial: True if one chain takes all gradients.
         readings: row of the table -> link of ``linearise``. None predicts by members.
         accumulation: number of parts of a batch.
+        passes: number of passes over the rows with one row in each update, as in a stream. 0: updates have batches.
         probe_steps: updates between two values of the probe. R-hat of chains with one draw each is computed from it.
     """
 
@@ -63,6 +67,7 @@ class Method(NamedTuple):
     readings: Mapping[str, str | None]
     serial: bool = True
     accumulation: int = 1
+    passes: int = 0
     probe_steps: int = BayesianTrainingArguments.probe_steps
 
 
@@ -81,6 +86,7 @@ def methods(scale: Scale) -> dict[str, Method]:
         **optimisers(scale),
         **stochastic_gradients(scale),
         **variational(scale),
+        **filters(),
         **laplace(scale),
         **averages(scale),
         **restarts(scale),
@@ -146,6 +152,32 @@ def variational(scale: Scale) -> dict[str, Method]:
         ),
         "low_rank_pairs": Method(
             lambda std: LowRankVIConfig(prior_std=prior(std), **warm(scale)), grid, {"low-rank VI, pairs": None}
+        ),
+        "ivon": Method(
+            lambda std: IVONConfig(prior_std=prior(std), **warm(scale)),
+            {"learning_rate": (0.003, 0.01, 0.03), "std": NARROW}, {"IVON": None},  # of Newton's step
+        ),
+    }  # fmt: skip
+
+
+def filters(passes: int = 8) -> dict[str, Method]:
+    """Return the extended Kalman filter: in one pass, and on a data set that has every row several times.
+
+    At T = ``passes`` on such a data set every row counts once in total.
+    """
+
+    def config(std: float, temperature: float = 1.0) -> MethodConfig:
+        return EKFConfig(prior_std=prior(std), temperature=temperature, temper="likelihood")
+
+    grid: dict[str, Sequence[Any]] = {"learning_rate": (1.0,), "std": (0.03, *STDS)}
+    return {
+        "ekf": Method(config, grid, {"EKF, one pass": None}, passes=1),
+        "ekf_passes": Method(
+            functools.partial(config, temperature=float(passes)), grid,
+            {f"EKF, {passes} passes, rows count once": None}, passes=passes,
+        ),
+        "ekf_copies": Method(
+            config, grid, {f"EKF, {passes} passes, rows count {passes} times": None}, passes=passes
         ),
     }  # fmt: skip
 
@@ -265,7 +297,21 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Choice]:
 
 def num_updates(scale: Scale, method: Method, config: MethodConfig) -> int:
     """Return the updates of a run: pairs of gradients halve the number of a long chain, so that the gradients stay."""
+    if method.passes:
+        return method.passes * scale.rows["train"]
     return scale.updates * scale.members // config.requirements.gradients_per_update if method.serial else scale.updates
+
+
+def num_gradients(scale: Scale, method: Method) -> float:
+    """Return the number of minibatch gradients of a run."""
+    config = at_first_point(method)
+    if method.passes:
+        return num_updates(scale, method, config) / scale.batch_size
+    if not method.serial:
+        return scale.updates * config.num_chains
+    # an update of the warm start takes one gradient, whatever the method's own updates take
+    each, warm = config.requirements.gradients_per_update, config.num_warm_start_steps
+    return warm + math.ceil((num_updates(scale, method, config) - warm) * each)
 
 
 def settings(method: Method) -> dict[str, Any]:
@@ -274,6 +320,8 @@ def settings(method: Method) -> dict[str, Any]:
     usual = type(config)().to_dict()
     chosen = {name: value for name, value in config.to_dict().items() if name == "name" or value != usual[name]}
     found = {"method": chosen, "serial": method.serial, "accumulation": method.accumulation}
+    if method.passes:
+        found["passes"] = method.passes
     return json.loads(json.dumps(found))
 
 

@@ -121,7 +121,8 @@ class Bench:
         }
         return {
             **kept, **{name: results[name] for name in ("total", "epistemic", "member_nll") if name in results},
-            "seconds": round(seconds), "gradients": updates * candidate.gradients_per_update, "cost": candidate.cost,
+            "seconds": round(seconds), "cost": candidate.cost,
+            "gradients": math.ceil(updates * candidate.gradients_per_update),
             "temperature": calibration.get("temperature", 1.0),
             "posterior_temperature": chosen, "heldout_nll": calibration.get("calibrated_nll"),
             "heldout_plain_nll": calibration.get("nll"), **rates, **ladder,

@@ -10,6 +10,7 @@ one method and number of updates, in 32 chains with noise and batches of their o
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,9 +61,7 @@ class Line(NamedTuple):
 
     def num_gradients(self, updates: int) -> int:
         """Return the gradients of this line, given the updates of a full line."""
-        own, method = self.num_updates(updates), self.method
-        period = method.pair_period if isinstance(method, IVONConfig) and method.num_draws == 1 else None
-        return own * method.num_draws + (0 if period is None else -(-own // period))
+        return math.ceil(self.num_updates(updates) * self.method.requirements.gradients_per_update)
 
 
 LINES = (

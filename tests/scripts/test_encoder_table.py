@@ -9,7 +9,7 @@ import pytest
 from scripts.reproduce import encoder_table
 from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, rows_of, splits
 from scripts.reproduce.encoder_table_bench import Bench
-from scripts.reproduce.encoder_table_methods import Scale, methods, points
+from scripts.reproduce.encoder_table_methods import Scale, at_first_point, methods, num_gradients, num_updates, points
 from scripts.reproduce.encoder_table_record import DIVERGED, best
 from scripts.reproduce.report import spread
 from tests.tiny_models import tiny_bert, tiny_tokenizer
@@ -152,3 +152,27 @@ def test_the_choice_is_the_validation_nll_alone() -> None:
     assert best(kept, method) == high
     with pytest.raises(ValueError, match="lower its learning rates"):
         best({"grid": [[low, DIVERGED]]}, method)
+
+
+def test_runs_keep_to_the_budget_of_gradients() -> None:
+    table_of = methods(SMALL)
+    updates = {name: num_updates(SMALL, table_of[name], at_first_point(table_of[name])) for name in table_of}
+    gradients = {name: num_gradients(SMALL, method) for name, method in table_of.items()}
+    assert (updates["map"], gradients["map"]) == (40, 40)
+    assert (updates["mean_field"], gradients["mean_field"]) == (80, 80)
+    assert (updates["mean_field_pairs"], gradients["mean_field_pairs"]) == (40, 40)  # all of them are the warm start
+    assert (updates["ivon"], gradients["ivon"]) == (73, 40 + 33 + 3)  # one update in twelve takes a pair
+    assert (updates["ekf"], gradients["ekf"]) == (16, 16 / 4)  # gradients of one row, of batches of four
+    assert (updates["ekf_passes"], gradients["ekf_passes"]) == (8 * 16, 8 * 16 / 4)
+
+
+def test_a_filter_reads_single_rows(parts: dict[str, list[Row]], tmp_path: Path) -> None:
+    table_of, bench = methods(SMALL), Bench(SMALL, parts, tmp_path / "bert")
+    counts = {}
+    for name in ("ekf", "ekf_passes"):
+        (row,), config = table_of[name].readings, at_first_point(table_of[name])
+        assert config.prior_weight / config.temperature == 1  # q starts at the prior at any number of passes
+        counts[name] = config.temperature / table_of[name].passes
+        found = bench.run(name, table_of[name], {"learning_rate": 1.0, "std": 0.3}, 0, {row: None}, test=False)
+        assert 0 < found[row]["nll"] < 10
+    assert set(counts.values()) == {1.0}  # so that every row counts once

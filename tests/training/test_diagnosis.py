@@ -16,6 +16,7 @@ from transformers import default_data_collator
 
 from hf_bayes import (
     AGPSConfig,
+    EKFConfig,
     MAPConfig,
     MeanFieldConfig,
     PenaltyConfig,
@@ -69,6 +70,13 @@ def test_distance_in_noise_is_one_for_free_langevin_noise(tmp_path: Path) -> Non
     found = trainer.posterior.config.diagnostics
     assert found["distance_in_noise"] == pytest.approx([1.0] * 3, abs=4 / (2 * 384) ** 0.5)  # chi over 384 coordinates
     assert found["unmoved"] == [0.0] * 3
+
+
+def test_a_filter_that_leaves_weights_is_not_rounded(tmp_path: Path) -> None:
+    """At B = 0 the likelihood does not depend on A, so the first row leaves A as it was."""
+    trainer = run(tmp_path, EKFConfig(), learning_rate=None, max_steps=4, model=with_lora(tiny_llama(), init_b=0.0))
+    assert float(trainer.monitor.totals["unmoved"].max()) > 0.1
+    assert "rounding" not in trainer.posterior.config.diagnostics["verdict"]
 
 
 def test_a_warm_start_does_not_hide_chains_that_stand_still(tmp_path: Path) -> None:

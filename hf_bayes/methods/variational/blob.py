@@ -15,8 +15,10 @@ stacked model, for all rows and layers, so that members can be trained, stored a
 row would need a hook in the forward of every layer. ``mean_field`` lowers the variance by its learned slope instead,
 and by antithetic pairs.
 
-The energy of the data depends on the product B A alone, so F is almost flat along (c A, B / c). With a wide prior the
-optimum is far along this valley, and the standard deviations of A arrive later than those of B A.
+The energy of the data depends on the product B A alone, so F is almost flat along (c A, B / c), and with a wide prior
+its minimum is far along this valley. So c is computed (``balance``), and only the rest is left to the optimiser. This
+changes the way to the optimum, and not the optimum. Without a Gaussian prior around 0 there is no such formula, and the
+optimiser works on A and B themselves.
 """
 
 from __future__ import annotations
@@ -24,8 +26,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from hf_bayes.core.types import UNNAMED, Problem, Rule
-from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from torch import Tensor
+
+from hf_bayes.core.types import UNNAMED, Evaluation, Info, Problem, Rngs, Rule
+from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.methods.variational.balance import Balance, ScaledPrior, balance_of
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig, MeanFieldState
+from hf_bayes.methods.variational.points import random_elements
 
 LORA_B = r"\.lora_(embedding_)?B\."
 """The factors B of LoRA."""
@@ -43,6 +50,31 @@ class BLoBConfig(MeanFieldConfig):
     name: ClassVar[str] = "blob"
 
     def build(self, problem: Problem) -> Rule[Any]:
-        if self.points is not None or UNNAMED in problem.shapes:  # an energy of your own has no factors
+        if self.points is None and UNNAMED in problem.shapes:  # an energy of your own has no factors
             return super().build(problem)
-        return replace(self, points=LORA_B).build(problem)
+        config = self if self.points is not None else replace(self, points=LORA_B)
+        mask = random_elements(self.name, config.points, problem.shapes)
+        assert mask is not None
+        scales = {"prior_weight": self.prior_weight, "temperature": self.temperature}
+        balance, rule = balance_of(problem, mask, **scales), super(BLoBConfig, config).build(problem)
+        return rule if balance is None else config._balanced(rule, balance, problem, mask)
+
+    def _balanced(
+        self, rule: Rule[MeanFieldState], balance: Balance, problem: Problem, mask: Tensor
+    ) -> Rule[MeanFieldState]:
+        """Return the rule in the coordinates A' and B'. q, and what ``update`` reports, are of A and B."""
+
+        def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
+            mean, log_std = state.iterate.unbind(1)
+            log_scales = balance.log_scales(mean, (2 * log_std).exp())
+            prior = ScaledPrior(problem.prior, balance.scale(log_scales, mean))
+            state, info = self._update(state, evaluation, lr, problem._replace(prior=prior), mask)
+            gain = balance.entropy_gain(log_scales)
+            free_energy, std = info["free_energy"] - self.temperature * gain, info["std"] * (gain / mask.sum()).exp()
+            return state, {"free_energy": free_energy, "std": std}
+
+        def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
+            scale = balance.scale(balance.log_scales(state.theta, state.variance), state.theta)
+            return Gaussian.diagonal(scale * state.theta, scale * state.variance.sqrt() * mask.to(scale))
+
+        return rule._replace(update=update, finish=finish)

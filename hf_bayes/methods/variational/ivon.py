@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -111,7 +112,10 @@ class IVONConfig(GaussianVIConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return replace(super().requirements, learning_rate="from_length")
+        found = replace(super().requirements, learning_rate="from_length")
+        if self.num_draws > 1 or self.pair_period is None:
+            return found
+        return replace(found, gradients_per_update=1 + Fraction(1, self.pair_period))
 
     def build(self, problem: Problem) -> Rule[IVONState]:
         if problem.learning_rate > 1:
@@ -152,7 +156,7 @@ class IVONConfig(GaussianVIConfig):
         draws = GradientsOfDraws.of(
             evaluation, problem.prior, partial(self._draw, state), num_draws=num_draws, weight=self.prior_weight
         )
-        log_prior, sums_of_logs = draws.sources[0].log_prior, torch.zeros_like(state.theta[:, :2])
+        log_prior, sums_of_logs = draws.sources[0].log_prior, state.theta.new_zeros(len(state.theta), 2)
         squares = torch.zeros_like(state.spread[:, 0])
 
         def advance(

@@ -126,7 +126,7 @@ class MeanFieldConfig(ReparametrisedVIConfig):
         draws = GradientsOfDraws.of(
             evaluation, problem.prior, partial(_draw, state), num_draws=self.num_draws, weight=self.prior_weight
         )
-        log_prior, sums_of_log_std = draws.sources[0].log_prior, torch.zeros_like(state.theta[:, :2])
+        log_prior, sums_of_log_std = draws.sources[0].log_prior, state.theta.new_zeros(len(state.theta), 2)
 
         def advance(theta: Tensor, variance: Tensor, iterate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             nonlocal log_prior

@@ -243,7 +243,7 @@ def _first_budget(rows: Sequence[Candidate], args: BayesianTrainingArguments, bu
         raise ValueError(
             f"budget={budget:,} gradients give {max(0, budget // parts // each)} updates to each of "
             f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
-            f"needed: give at least {parts * LEAST_UPDATES * each:,}, or fewer candidates"
+            f"needed: give at least {math.ceil(parts * LEAST_UPDATES * each):,}, or fewer candidates"
         )
     return budget // parts
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_bayes.chains.sampling import sample
-from hf_bayes.core.rng import generator
-from hf_bayes.core.types import Evaluation, Problem
+from hf_bayes.core.rng import chain_generators, generator
+from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
 from hf_bayes.methods.variational.ivon import IVONConfig
@@ -201,3 +201,19 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
 def test_a_step_longer_than_newtons_is_refused() -> None:
     with pytest.raises(ValueError, match="learning_rate must be at most 1, got 2: it is a fraction of Newton's step"):
         IVONConfig().build(Problem(1, FlatPrior(), 2.0, 10, 5, {"": (5,)}))
+
+
+@pytest.mark.parametrize("config", [IVONConfig(), IVONConfig(pair_period=3), IVONConfig(num_draws=4)])
+def test_the_stated_cost_is_the_number_of_gradients(config: IVONConfig) -> None:
+    """Budgets of ``tune`` and of tables are divided by it."""
+    rule, taken = config.build(Problem(1, FlatPrior(), 0.1, 99, 0, {"": (1,)})), 0
+    assert isinstance(rule, Rule)
+    rngs = chain_generators(0, 1, device="cpu")
+    state: Any = rule.init(torch.zeros(1, 1), rngs)
+    for number in range(1, 31):
+        theta, state = rule.locate(state, rngs)
+        anchor = rule.anchor(state)
+        taken += 1 if anchor is None else 1 + anchor.shape[1]
+        assert taken == math.ceil(number * config.requirements.gradients_per_update)
+        gradients = None if anchor is None else -anchor
+        state, _ = rule.update(state, Evaluation(torch.zeros(1), -theta, anchor_grad=gradients), 0.1, rngs)

@@ -16,6 +16,7 @@ from hf_bayes import Posterior, attach
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.training.tuning import tune as module
 from hf_bayes.training.tuning.candidates import Candidate
@@ -172,20 +173,25 @@ def test_methods_are_compared_under_a_likelihood(tmp_path: Path) -> None:
         tune(lstm(2), args, candidates=CANDIDATES[1:3], budget=1600, likelihood=Heteroscedastic(min_std=0.1), **options)
 
 
-def test_a_budget_counts_both_gradients_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: dict[int, int] = {}
+def test_a_budget_counts_the_gradients_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: dict[str, int] = {}
 
     @contextmanager
     def run(model: Any, method: Any, args: Any, **options: Any) -> Iterator[Any]:
-        steps[method.num_draws] = options["max_steps"]
+        steps.setdefault(f"{method.name} {method.num_draws}", options["max_steps"])  # of the first round
         raise ValueError("not run")
         yield
 
     monkeypatch.setattr(module, "finished_run", run)
-    pairs = [Candidate(str(k), MeanFieldConfig(num_chains=2, num_draws=k)) for k in (1, 2)]
+    methods = [MeanFieldConfig(num_chains=2, num_draws=k) for k in (1, 2)]
+    pairs = [Candidate(str(method.num_draws), method) for method in methods]
     with pytest.raises(ValueError, match="no candidate ran to its end"):
         call(tmp_path, pairs, budget=8000)
-    assert steps[1] == 2 * steps[2]
+    assert steps == {"mean_field 1": 400, "mean_field 2": 200}  # 800 gradients of two chains
+    some = [Candidate("ivon", IVONConfig(num_chains=2, pair_period=3)), *pairs[:1]]
+    with pytest.raises(ValueError, match="no candidate ran to its end"):
+        call(tmp_path / "some", some, budget=8000)
+    assert steps["ivon 1"] == 300  # 100 of them take two gradients, so that there are 400 of each chain
     with pytest.raises(
         ValueError, match=r"give 39 updates to each of 2 chains of 2 in the first round.* at least 1,600"
     ):
