@@ -41,6 +41,13 @@ SHORT_FACTORS, SHORT_SHARE, SHORT_UPDATES = (0.1, 0.3, 1.0), 0.2, 4
 """The trial of a short run: its rates as factors of the usual rate, its largest share of the run, and its smallest
 number of updates. The rates are far enough apart to be compared after a few updates on the same rows."""
 
+MARGIN = 0.05
+"""The share by which a smaller rate must lower the loss of a short trial to be taken instead of the usual rate.
+
+Such a trial is nearly noise if there are many classes: with 150 of them, and 10 updates, rates differed by 0.002 to
+0.05 of the loss. It also favours small rates, because it ends before their slowness shows.
+"""
+
 
 class RangeTest(NamedTuple):
     """The result of a trial.
@@ -49,28 +56,35 @@ class RangeTest(NamedTuple):
         learning_rate: the learning rate for the run.
         losses: rate -> mean loss of a likelihood term over the last third of its updates, in nats; empty without trial.
         num_updates: n, updates of the trial; 0 if the run is too short for one.
+        usual: the rate of the trial that the others have to beat by ``MARGIN``, if there is one.
     """
 
     learning_rate: float
     losses: dict[float, float]
     num_updates: int
+    usual: float | None = None
 
     def describe(self) -> str:
         """Return one sentence: the rate, and why."""
         if not self.losses:
             return f"learning rate {self.learning_rate:.2g}: the run is too short to try several"
         tried = ", ".join(f"{rate:g}: {loss:.3g}" for rate, loss in self.losses.items())
+        rule = "" if self.usual is None else f"; a rate below {self.usual:g} has to be {MARGIN:.0%} better"
         return (
             f"learning rate {self.learning_rate:.2g}, from a trial of {len(self.losses)} rates over {self.num_updates} "
-            f"updates (loss {tried})"
+            f"updates (loss {tried}{rule})"
         )
 
 
 class TrialPlan(NamedTuple):
-    """The rates of a trial, and its number n of updates; no rates if the run is too short for a trial."""
+    """The rates of a trial, and its number n of updates; no rates if the run is too short for a trial.
+
+    ``usual`` is the rate that the others have to beat by ``MARGIN``; None compares all rates alike.
+    """
 
     rates: tuple[float, ...]
     num_updates: int
+    usual: float | None = None
 
 
 def plan_trial(gradients_per_chain: int, num_chains: int) -> TrialPlan:
@@ -82,7 +96,8 @@ def plan_trial(gradients_per_chain: int, num_chains: int) -> TrialPlan:
     count = max(int(SHARE * gradients) // len(SHORT_FACTORS), SHORT_UPDATES)
     if count * len(SHORT_FACTORS) > SHORT_SHARE * gradients:
         return TrialPlan((), 0)
-    return TrialPlan(tuple(float(f"{TYPICAL / math.sqrt(count) * factor:.2g}") for factor in SHORT_FACTORS), count)
+    rates = tuple(float(f"{TYPICAL / math.sqrt(count) * factor:.2g}") for factor in SHORT_FACTORS)
+    return TrialPlan(rates, count, rates[-1])
 
 
 def range_test(
@@ -110,7 +125,7 @@ def range_test(
     Raises:
         FloatingPointError: if the loss is not finite at any rate.
     """
-    rates, num_updates = plan
+    rates, num_updates, usual = plan
     if not rates:
         return RangeTest(DEFAULT_ADAMW_RATE, {}, 0)
     rule = adamw_at_rates(start.new_tensor(rates), problem, prior_weight=prior_weight)
@@ -121,5 +136,14 @@ def range_test(
         losses.append(run.update(batches, 1 - step / num_updates).loss)
     means = torch.stack([loss for loss in losses if loss is not None])[-max(1, num_updates // 3) :].mean(0)
     found = dict(zip(rates, means.tolist(), strict=True))
-    best = min(found, key=lambda rate: found[rate] if math.isfinite(found[rate]) else math.inf)
-    return RangeTest(best * math.sqrt(num_updates / num_steps), found, num_updates)
+    best = _best_rate(found, usual)
+    return RangeTest(best * math.sqrt(num_updates / num_steps), found, num_updates, usual)
+
+
+def _best_rate(losses: dict[float, float], usual: float | None) -> float:
+    """Return the rate with the lowest loss; the usual one if none is better by ``MARGIN``."""
+    best = min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+    if usual is None or not math.isfinite(losses[usual]):
+        return best
+    needed = losses[usual] - MARGIN * abs(losses[usual])  # a density's loss may be negative
+    return best if losses[best] < needed else usual

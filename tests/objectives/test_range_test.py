@@ -81,8 +81,32 @@ def test_a_trial_takes_at_most_a_tenth_of_the_run(num_steps: int, num_chains: in
 
 
 def test_a_short_run_tries_three_rates_below_the_usual_one() -> None:
-    assert plan_trial(60, 1) == TrialPlan((0.006, 0.018, 0.06), 4)  # a fifth of the run
+    assert plan_trial(60, 1) == TrialPlan((0.006, 0.018, 0.06), 4, 0.06)  # a fifth of the run
     assert plan_trial(59, 1) == TrialPlan((), 0)
+
+
+class Known(Valley):
+    """A loss that each member has in every update, whatever its weights are."""
+
+    def __init__(self, *losses: float) -> None:
+        self.losses = losses
+
+    def __call__(self, theta: Tensor, *, gradient: bool = True, **options: Any) -> Any:
+        loss = torch.tensor(self.losses)
+        return Evaluation(torch.zeros_like(loss), torch.zeros_like(theta), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [((5.0, 4.95, 5.0), 0.04), ((5.0, 4.7, 5.0), 0.01), ((5.0, 4.9, 4.8), 0.04), ((5.0, 5.1, math.nan), 0.004),
+     ((-1.0, -1.02, -1.0), 0.04), ((-1.0, -1.1, -1.0), 0.01)],
+    ids=["nearly equal", "clearly better", "worse", "not finite", "negative and equal", "negative and better"],
+)  # fmt: skip
+def test_a_smaller_rate_needs_a_margin_in_a_short_trial(losses: tuple[float, ...], best: float) -> None:
+    plan = TrialPlan((0.004, 0.01, 0.04), 10, usual=0.04)
+    found = range_test(Known(*losses), torch.zeros(3), PROBLEM, [[None]] * 10, plan=plan, num_steps=1000)
+    assert found.learning_rate == best * 0.1
+    assert found.describe().endswith("; a rate below 0.04 has to be 5% better)")
 
 
 def test_a_run_too_short_to_try_takes_the_default() -> None:
