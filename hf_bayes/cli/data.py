@@ -136,7 +136,6 @@ def texts_in(file: str, column: str = "text") -> list[str]:
         ValueError: for a file of another format or encoding, an empty file, and as ``check_texts``.
         FileNotFoundError: for a pattern that matches nothing.
     """
-    _refuse_format(file)
     files = matching(file)
     if all(Path(each).suffix == ".txt" for each in files):
         return [read_text(each) for each in files]
@@ -173,8 +172,10 @@ def matching(pattern: str) -> list[str]:
     """Return the files that a path or a glob names.
 
     Raises:
+        ValueError: for an empty name.
         FileNotFoundError: for a pattern that matches nothing.
     """
+    _refuse_format(pattern)
     path = Path(pattern)
     root = Path(path.anchor) if path.is_absolute() else Path()
     files = [str(path)] if path.is_file() else sorted(map(str, root.glob(str(path.relative_to(path.anchor)))))
@@ -208,7 +209,9 @@ def _load_files(files: dict[str, list[str]]) -> DatasetDict:
 
 
 def _refuse_format(name: str) -> None:
-    """Refuse a local file of another format, which would be looked for on the Hub."""
+    """Refuse an empty name, and a local file of another format, which would be looked for on the Hub."""
+    if not name:
+        raise ValueError("a file is expected, got an empty name: name one")
     if Path(name).is_file() and Path(name).suffix not in _FORMATS:
         raise ValueError(f"{name} is a file of another format, expected one of {', '.join(_FORMATS)}")
 

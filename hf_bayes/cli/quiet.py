@@ -20,6 +20,10 @@ WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
 
 RECORDS = {
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),  # kernels for other devices
+    # our errors name the file and the reason
+    "datasets.packaged_modules.csv.csv": ("Failed to read file ",),
+    "datasets.packaged_modules.json.json": ("Failed to load JSON from file ",),
+    "datasets.packaged_modules.parquet.parquet": ("Failed to read file ",),
     # our checks of the inputs say the same, with the model's context
     "transformers.tokenization_utils_base": ("Token indices sequence length is longer",),
     "transformers.generation.stopping_criteria": ("This is a friendly reminder",),

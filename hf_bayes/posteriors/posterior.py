@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import tempfile
 import warnings
@@ -213,6 +214,7 @@ class Posterior:
             force_download=force_download,
             local_files_only=local_files_only,
         )
+        _refuse_plain_adapter(directory)
         files = storage.read_directory(directory, format=POSTERIOR, raw=is_sidecar, expected=expected_shapes)
         try:
             posterior = cls(*read_parts(files))
@@ -317,3 +319,15 @@ class Posterior:
         adapter = self.adapter_config is not None
         files["README.md"] = render_card(config, adapter=adapter, repo_id=repo_id, **card)
         return files
+
+
+def _refuse_plain_adapter(directory: str | os.PathLike[str]) -> None:
+    """Raise a FileNotFoundError for the folder of an adapter that is no part of a posterior."""
+    found = set(os.listdir(directory))
+    if lora_config.FILE in found and not found & {CONFIG, storage.MANIFEST}:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"{directory} holds a plain adapter, expected a posterior: make one from held-out rows by hf-bayes "
+            "bayesianise (hf_bayes.fit_training_free)",
+            str(directory),
+        )

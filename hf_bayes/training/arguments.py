@@ -125,6 +125,11 @@ class BayesianTrainingArguments(TrainingArguments):
                 "are sampled and is not supported: leave it out of accelerate's flags and config file, and quantise a "
                 "base that does not fit one device"
             )
+        if self.deepspeed:  # transformers would ask for the package first
+            raise ValueError(
+                f"deepspeed={self.deepspeed!r} would shard or rebuild the parameters that are sampled and is not "
+                "supported: leave it out, and quantise a base that does not fit one device"
+            )
         if self.output_dir == "":
             raise ValueError(
                 "output_dir must be a folder, got an empty name: leave it out for the default, or name one"
@@ -161,6 +166,11 @@ class BayesianTrainingArguments(TrainingArguments):
             self.map_updates = 0
         if self.probe_steps < 0:
             raise ValueError(f"probe_steps must be >= 0, got {self.probe_steps}")
+        if not isinstance(self.lr_scheduler_kwargs, dict | None):
+            raise ValueError(
+                f"lr_scheduler_kwargs must be a mapping of names to values, got {self.lr_scheduler_kwargs!r}: leave it "
+                "out for the schedule's defaults"
+            )
         if self.mixed_precision not in PRECISIONS:  # by fp16=True, or by accelerate's flag or config file
             raise ValueError(
                 f"{self.mixed_precision} is refused: its loss scaling skips updates of the chain, or its layers are "

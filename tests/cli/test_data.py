@@ -111,7 +111,7 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"letter\.txt' is too short to hold out 0.15 of it as its end: give more text"
     ):
         load_episode(str(tmp_path / "letter.txt"))
-    with pytest.raises(ValueError, match="all be of one format"):
+    with pytest.raises(ValueError, match=r"notes.md is a file of another format, expected one of .txt"):
         load_splits(rows, validation_file=str(tmp_path / "notes.md"))
     with pytest.raises(ValueError, match="goes with a local training file"):
         load_splits("someone/dataset", validation_file=rows)

@@ -34,7 +34,7 @@ def test_chains_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path)
         runs.trainer(tmp_path, SGHMCConfig(num_chains=10**9))
 
 
-def test_the_chains_of_an_accelerator_are_held_against_its_memory(free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_of_an_accelerator_are_held_against_its_memory(free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (NUMBERS_PER_PARAMETER * 4000, 10**9))
     free(4000)  # enough for the draw
     require_memory(1000, 1, SGHMCConfig(num_chains=1), torch.device("cuda"), 4)
