@@ -40,6 +40,8 @@ from scripts.reproduce.report import RESULTS, as_text, keep, spread, table
 NAME = "recommend"
 CHAINS, GRADIENTS = 4, 300
 """Chains of a run, and gradients of a chain."""
+# num_draws=1: at 300 gradients, 150 updates of pairs raise the NLL of low-rank VI by .071 +- .010 nats on CLINC150, and
+# lower it by .012 +- .004 on Debian sections (last layer, one seed). For mean-field VI see ``default_candidates``
 NEW = (
     Candidate("IVON", IVONConfig(num_chains=CHAINS), None, 10),
     Candidate("low-rank VI", LowRankVIConfig(num_chains=CHAINS, num_draws=1), None, 10),
