@@ -165,7 +165,7 @@ def _of_batch(
 def _along(
     directions: Directions, covariance: Covariance, layout: Layout, hooks: LayerHooks, outputs: Tensor, like: Tensor
 ) -> Tensor:
-    """Return U M U' + a (1 - U U') [B, C, C], with M = U' J V J' U and its mean variance a."""
+    """Return the covariance [B, C, C] of the outputs from their variances along the chosen directions."""
     chosen = directions.choose(outputs.detach())
     reads = _reads(hooks, outputs, chosen.permute(2, 0, 1).to(outputs))
     reads = [read._replace(g=directions.factor(read.layer) ** 0.5 * read.g) for read in reads]
@@ -176,11 +176,21 @@ def _along(
             "single pass: the model or its posterior has diverged, or the posterior is too wide for float32. Predict "
             "by members, or fit a smaller posterior (a larger prior precision)"
         )
-    chosen = chosen.to(inner)
+    return spread_along(chosen, inner)
+
+
+def spread_along(chosen: Tensor, inner: Tensor) -> Tensor:
+    """Return U M U' + a (1 - U U') [B, C, C], with the mean variance a of M.
+
+    Args:
+        chosen: [B, C, K] orthonormal directions U.
+        inner: [B, K, K] M = U' J V J' U.
+    """
+    chosen, size = chosen.to(inner), chosen.shape[1]
     whole = chosen @ inner @ chosen.mT
-    if directions.number == outputs.shape[1]:
+    if chosen.shape[2] == size:
         return whole
-    others = torch.eye(outputs.shape[1]).to(inner) - chosen @ chosen.mT
+    others = torch.eye(size).to(inner) - chosen @ chosen.mT
     return whole + inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * others
 
 
