@@ -23,6 +23,7 @@ from hf_bayes.distributions.covariance import Covariance, moved
 from hf_bayes.members.inputs import shape_of_texts
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
 from hf_bayes.members.single_member import as_single_model
+from hf_bayes.members.sparse_backward import skipping_zeros
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.layer_covariance import LayerReads, covariance_of_layers, read_positions
 from hf_bayes.models.output_covariance import head_covariance
@@ -121,7 +122,8 @@ def gaussian_outputs(
     components = []
     for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
         mean = mean.to(model.theta)
-        with torch.inference_mode(False), torch.enable_grad(), as_single_model(model.members, mean), hooks.open():
+        single = as_single_model(model.members, mean)
+        with torch.inference_mode(False), torch.enable_grad(), single, hooks.open(), skipping_zeros(model.members):
             number = model.num_outputs if directions is None else directions.number
             size = None if head else max(1, RECORD_BUDGET // _record_size(hooks, inputs, number))
             parts = [
