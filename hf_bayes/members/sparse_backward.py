@@ -20,7 +20,7 @@ SHARE = 0.5
 """Above this share of positions with a gradient, all positions are multiplied: to choose rows is a copy."""
 
 FIRST = 8
-"""The columns that are read first: if they show enough positions with a gradient, no other column is read."""
+"""The number of columns that are read first. If they show enough positions with a gradient, the others are not read."""
 
 
 @contextmanager
@@ -39,6 +39,12 @@ def skipping_zeros(members: Members) -> Iterator[None]:
         for module in replaced:
             del module.forward
         members.blocked.install()
+
+
+def rows_with_gradient(g: Tensor) -> Tensor:
+    """Return [...] bool, True where g [..., out] is not zero."""
+    found = g[..., :FIRST].ne(0).any(-1)
+    return found if bool(found.all()) else g.ne(0).any(-1)
 
 
 def product(g: Tensor, weight: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance, Diagonal, DiagonalBlock, Kronecker, KroneckerBlock
 from hf_bayes.members.module_hooks import HookedLayer
+from hf_bayes.members.sparse_backward import rows_with_gradient
 from hf_bayes.models.output_covariance import JACOBIAN_BUDGET, covariance_of_outputs
 
 MAX_PAIRED = 8
@@ -62,7 +63,7 @@ def read_positions(layer: HookedLayer, x: Tensor, gradients: Sequence[Tensor], n
         gradients: C tensors [B, P, out].
         num_texts: the number of texts in a row.
     """
-    read = torch.stack([g.ne(0).any(-1) for g in gradients]).any(0)
+    read = torch.stack([rows_with_gradient(g) for g in gradients]).any(0)
     number = max(1, int(read.sum(1).max()))
     if not layer.linear or number == read.shape[1]:
         return LayerReads(layer, x, torch.stack(list(gradients)), num_texts)

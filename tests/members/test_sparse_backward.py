@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_bayes.members import sparse_backward
-from hf_bayes.members.sparse_backward import product, skipping_zeros
+from hf_bayes.members.sparse_backward import product, rows_with_gradient, skipping_zeros
 from scripts.reproduce.small_models import attached
 from tests.tiny_models import inputs_of, tiny_bert, with_lora
 
@@ -17,6 +17,7 @@ def test_rows_without_a_gradient_have_a_zero_product(first: int) -> None:
     g = torch.zeros(2, 8, 16, dtype=torch.float64)
     g[0, first, 2] = 1.0  # within the first columns
     g[1, first, 12] = 2.0  # behind them
+    assert rows_with_gradient(g).nonzero().tolist() == [[0, first], [1, first]]
     # sums of one term are exact
     assert torch.equal(product(g, weight), g @ weight)
 
