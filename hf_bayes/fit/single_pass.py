@@ -50,7 +50,8 @@ def fit_variance_factor(posterior: Posterior | str | os.PathLike[str], heldout: 
             return float(_statistic(model, batches, "nll").mean())
 
         bounds = (-np.log(LARGEST), np.log(LARGEST))
-        found = minimize_scalar(nlpd, bounds=bounds, method="bounded", options={"xatol": 0.02})
+        with model.predictor.reusing_passes([paths]):
+            found = minimize_scalar(nlpd, bounds=bounds, method="bounded", options={"xatol": 0.02})
     return _with_factors(loaded, dict.fromkeys(paths, float(np.exp(found.x))))
 
 
@@ -83,7 +84,8 @@ def fit_layer_factors(
 
         limit = np.log(LARGEST)
         bounds = (1 - limit, 1 + limit)
-        found = least_squares(residuals, np.ones(len(paths)), bounds=bounds, diff_step=0.05, max_nfev=8)
+        with model.predictor.reusing_passes([[path] for path in paths]):
+            found = least_squares(residuals, np.ones(len(paths)), bounds=bounds, diff_step=0.05, max_nfev=8)
     return _with_factors(loaded, dict(zip(paths, np.exp(found.x - 1).tolist(), strict=True)))
 
 

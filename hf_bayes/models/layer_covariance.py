@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance, Diagonal, DiagonalBlock, Kronecker, KroneckerBlock
 from hf_bayes.members.module_hooks import HookedLayer
+from hf_bayes.members.sparse_backward import rows_with_gradient
 from hf_bayes.models.output_covariance import JACOBIAN_BUDGET, covariance_of_outputs
 
 MAX_PAIRED = 8
@@ -62,7 +63,7 @@ def read_positions(layer: HookedLayer, x: Tensor, gradients: Sequence[Tensor], n
         gradients: C tensors [B, P, out].
         num_texts: the number of texts in a row.
     """
-    read = torch.stack([g.ne(0).any(-1) for g in gradients]).any(0)
+    read = torch.stack([rows_with_gradient(g) for g in gradients]).any(0)
     number = max(1, int(read.sum(1).max()))
     if not layer.linear or number == read.shape[1]:
         return LayerReads(layer, x, torch.stack(list(gradients)), num_texts)
@@ -115,9 +116,13 @@ def _of_matrix(
     variances, left, right = block.eigenvalues.view(shape), block.left, block.right
     if transposed:
         variances, left, right = variances.mT, right, left
-    g = g if left is None else g @ left
-    x = x if right is None else x @ right
-    return paired(x, g, variances) if x.shape[1] <= MAX_PAIRED else by_jacobian(x, g, variances)
+    positions, by_pairs = x.shape[1], x.shape[1] <= MAX_PAIRED
+    # a narrow matrix, as a factor of LoRA, has fewer elements of J to rotate than a and g have
+    if left is not None and (by_pairs or positions <= x.shape[2]):
+        g, left = g @ left, None
+    if right is not None and (by_pairs or positions <= len(g) * g.shape[3]):
+        x, right = x @ right, None
+    return paired(x, g, variances) if by_pairs else by_jacobian(x, g, variances, left=left, right=right)
 
 
 def paired(x: Tensor, g: Tensor, variances: Tensor) -> Tensor:
@@ -140,21 +145,27 @@ def paired(x: Tensor, g: Tensor, variances: Tensor) -> Tensor:
     return spread
 
 
-def by_jacobian(x: Tensor, g: Tensor, variances: Tensor) -> Tensor:
-    """Return [B, C, C] sum_ij v_ij J_cij J_dij with J_c = sum_t g_ct a_t', a few elements of J at a time.
+def by_jacobian(
+    x: Tensor, g: Tensor, variances: Tensor, *, left: Tensor | None = None, right: Tensor | None = None
+) -> Tensor:
+    """Return [B, C, C] sum_ij v_ij J_cij J_dij with J_c = L' (sum_t g_ct a_t') R, a few elements of J at a time.
 
-    The arguments are those of ``paired``.
+    Args:
+        x, g, variances: as of ``paired``.
+        left, right: L [m, m] and R [n, n], if ``g`` and ``x`` are not rotated yet; None is the identity.
     """
     num_outputs, num_rows, _, height = g.shape
     width, stds = x.shape[2], variances.sqrt()
     elements = _block_elements(x)
-    lines = min(height, max(1, elements // (num_outputs * width)))
+    lines = height if left is not None else min(height, max(1, elements // (num_outputs * width)))
     step = max(1, elements // (num_outputs * width * lines))
     by_row = g.permute(1, 0, 3, 2)  # [B, C, m, P]
     spread = x.new_zeros(num_rows, num_outputs, num_outputs)
     for rows in _slices(num_rows, step):
         for part in _slices(height, lines):
             jacobian = (by_row[rows, :, part].flatten(1, 2) @ x[rows]).unflatten(1, (num_outputs, -1))
+            jacobian = jacobian if right is None else jacobian @ right
+            jacobian = jacobian if left is None else (jacobian.mT @ left).mT.contiguous()
             jacobian = jacobian.mul_(stds[part]).flatten(2)
             spread[rows].baddbmm_(jacobian, jacobian.mT)
     return spread

@@ -23,14 +23,21 @@ from hf_bayes.distributions.covariance import Covariance, moved
 from hf_bayes.members.inputs import shape_of_texts
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
 from hf_bayes.members.single_member import as_single_model
+from hf_bayes.members.sparse_backward import skipping_zeros
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.layer_covariance import LayerReads, covariance_of_layers, read_positions
 from hf_bayes.models.output_covariance import head_covariance
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from hf_bayes.uncertainty.likelihoods import widened
 
-RECORD_BUDGET = 1 << 26
-"""The largest number of elements in the inputs and output gradients of layers that are held at once, by estimate."""
+RECORD_BUDGET = {"cpu": 1 << 24}
+"""The largest number of elements in the inputs and output gradients of layers that are held at once, by estimate.
+
+On a CPU a batch in parts takes as long as a whole one. Other devices, which small products leave idle, have
+``OTHER_BUDGET``.
+"""
+
+OTHER_BUDGET = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def gaussian_outputs(
     """Return the outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
 
     A tagger takes T times C backward passes, position by position, and has no covariance between positions. Memory is
-    bounded: the model reads only so many rows at once as ``RECORD_BUDGET`` allows.
+    bounded: the model reads only so many rows at once as ``RECORD_BUDGET`` allows, in parts of about the same size.
 
     Args:
         model, gaussian, inputs: the model, the distribution of its parameters, and the batch.
@@ -121,9 +128,10 @@ def gaussian_outputs(
     components = []
     for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
         mean = mean.to(model.theta)
-        with torch.inference_mode(False), torch.enable_grad(), as_single_model(model.members, mean), hooks.open():
+        single = as_single_model(model.members, mean)
+        with torch.inference_mode(False), torch.enable_grad(), single, hooks.open(), skipping_zeros(model.members):
             number = model.num_outputs if directions is None else directions.number
-            size = None if head else max(1, RECORD_BUDGET // _record_size(hooks, inputs, number))
+            size = None if head else _part_size(_record_size(hooks, inputs, number), inputs, model.theta.device)
             parts = [
                 _of_batch(model, hooks, head, mean, covariance, part, directions) for part in _rows_of(inputs, size)
             ]
@@ -148,26 +156,36 @@ def _of_batch(
             f"{list(logits.shape)} from {type(model.core).__name__}: predict by members"
         )
 
-    def spread_of(outputs: Tensor) -> Tensor:
+    def spread_of(outputs: Tensor, *, last: bool = True) -> Tensor:
         features = None if head is None else _features(hooks, outputs, like)
         if head is not None and features is not None:
             own = head_covariance(covariance, model.layout, features, weight=head.names["weight"])
             return own if directions is None else directions.factor(head) * own
         if directions is None:
             cotangents = torch.eye(outputs.shape[1]).to(outputs)[:, None].expand(-1, *outputs.shape)
-            return covariance_of_layers(covariance, model.layout, _reads(hooks, outputs, cotangents), like)
-        return _along(directions, covariance, model.layout, hooks, outputs, like)
+            return covariance_of_layers(covariance, model.layout, _reads(hooks, outputs, cotangents, last), like)
+        return _along(directions, covariance, model.layout, hooks, outputs, like, last)
 
-    spread = spread_of(logits) if logits.ndim == 2 else torch.stack([spread_of(one) for one in logits.unbind(1)], 1)
+    if logits.ndim == 2:
+        spread = spread_of(logits)
+    else:
+        positions = logits.unbind(1)
+        spread = torch.stack([spread_of(one, last=one is positions[-1]) for one in positions], 1)
     return widened(logits.detach()).to(like.dtype), spread
 
 
 def _along(
-    directions: Directions, covariance: Covariance, layout: Layout, hooks: LayerHooks, outputs: Tensor, like: Tensor
+    directions: Directions,
+    covariance: Covariance,
+    layout: Layout,
+    hooks: LayerHooks,
+    outputs: Tensor,
+    like: Tensor,
+    last: bool,
 ) -> Tensor:
-    """Return U M U' + a (1 - U U') [B, C, C], with M = U' J V J' U and its mean variance a."""
+    """Return the covariance [B, C, C] of the outputs from their variances along the chosen directions."""
     chosen = directions.choose(outputs.detach())
-    reads = _reads(hooks, outputs, chosen.permute(2, 0, 1).to(outputs))
+    reads = _reads(hooks, outputs, chosen.permute(2, 0, 1).to(outputs), last)
     reads = [read._replace(g=directions.factor(read.layer) ** 0.5 * read.g) for read in reads]
     inner = covariance_of_layers(covariance, layout, reads, like)
     if not bool(inner.isfinite().all()):
@@ -176,11 +194,21 @@ def _along(
             "single pass: the model or its posterior has diverged, or the posterior is too wide for float32. Predict "
             "by members, or fit a smaller posterior (a larger prior precision)"
         )
-    chosen = chosen.to(inner)
+    return spread_along(chosen, inner)
+
+
+def spread_along(chosen: Tensor, inner: Tensor) -> Tensor:
+    """Return U M U' + a (1 - U U') [B, C, C], with the mean variance a of M.
+
+    Args:
+        chosen: [B, C, K] orthonormal directions U.
+        inner: [B, K, K] M = U' J V J' U.
+    """
+    chosen, size = chosen.to(inner), chosen.shape[1]
     whole = chosen @ inner @ chosen.mT
-    if directions.number == outputs.shape[1]:
+    if chosen.shape[2] == size:
         return whole
-    others = torch.eye(outputs.shape[1]).to(inner) - chosen @ chosen.mT
+    others = torch.eye(size).to(inner) - chosen @ chosen.mT
     return whole + inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * others
 
 
@@ -224,10 +252,11 @@ def _features(hooks: LayerHooks, logits: Tensor, like: Tensor) -> Tensor | None:
     return record.x[read].to(like.dtype) if bool((record.g[read] == weights).all()) else None
 
 
-def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor) -> list[LayerReads]:
+def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor, last: bool) -> list[LayerReads]:
     """Return inputs and output gradients of all layers, from a backward pass for each of ``cotangents`` [K, B, C].
 
-    The calls of a layer are in the same order in every backward pass, because the graph is the same.
+    If these are the ``last`` passes, the last one frees the graph. The calls of a layer are in the same order in every
+    backward pass, because the graph is the same.
     """
     passes: list[dict[HookedLayer, list[LayerRecord]]] = []
     for index, cotangent in enumerate(cotangents):
@@ -237,13 +266,21 @@ def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor) -> list[LayerR
             found.setdefault(record.layer, []).append(record)
 
         hooks.on_backward(add, first=index == 0)
-        torch.autograd.backward(logits, cotangent, inputs=[hooks.anchor], retain_graph=True)
+        more = not last or index + 1 < len(cotangents)
+        torch.autograd.backward(logits, cotangent, inputs=[hooks.anchor], retain_graph=more)
         passes.append(found)
     return [
         read_positions(layer, calls[0].x, [call.g for call in calls], calls[0].num_texts)
-        for layer in passes[0]
-        for calls in zip(*(found[layer] for found in passes), strict=True)
+        for layer in list(passes[0])
+        for calls in zip(*(found.pop(layer) for found in passes), strict=True)  # ``read_positions`` has a copy
     ]
+
+
+def _part_size(record_size: int, inputs: dict[str, Any], device: torch.device) -> int:
+    """Return the number of rows of a part, so that all parts of the batch have about as many."""
+    rows = shape_of_texts(inputs)[0]
+    most = max(1, RECORD_BUDGET.get(device.type, OTHER_BUDGET) // record_size)
+    return -(-rows // -(-rows // most))
 
 
 def _record_size(hooks: LayerHooks, inputs: dict[str, Any], num_outputs: int) -> int:

@@ -62,6 +62,26 @@ def test_factors_of_layers_bring_the_uncertainty_of_members(wide: Posterior) -> 
     assert error[1] < error[0]
 
 
+def test_passes_are_read_once_and_give_the_same_outputs(wide: Posterior, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = batch()
+    with loaded(wide, calibrated=False) as model:
+        paths = model.predictor.paths
+        each = [[path] for path in paths]
+        for groups, factors in ((each, {paths[0]: 0.3, paths[1]: 4.0}), ([paths], dict.fromkeys(paths, 3.0))):
+            model.predictor.set_factors(factors)
+            wanted = model.predictor.outputs(model, inputs)
+            with model.predictor.reusing_passes(groups):
+                model.predictor.set_factors({})
+                model.predictor.outputs(model, inputs)
+                monkeypatch.setattr(model.predictor, "_read", None)  # a further pass would raise
+                model.predictor.set_factors(factors)
+                found = model.predictor.outputs(model, inputs)
+            monkeypatch.undo()
+            # float32 sums over layers, in another order
+            torch.testing.assert_close(found.covariance, wanted.covariance, rtol=1e-4, atol=1e-6)
+            assert torch.equal(found.mean, wanted.mean)
+
+
 def test_layers_that_are_not_random_are_refused(wide: Posterior) -> None:
     wide.config.layer_factors["elsewhere"] = 2.0
     try:

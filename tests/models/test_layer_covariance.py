@@ -87,3 +87,15 @@ def test_positions_without_a_gradient_are_left_out() -> None:
     few = read_positions(LINEAR, x, list(g))
     assert few.x.shape[1] == few.g.shape[2] == 2
     assert torch.allclose(torch.einsum("cbti,btj->bcij", few.g, few.x), torch.einsum("cbti,btj->bcij", g, x))
+
+
+def test_a_jacobian_may_be_rotated_after_the_sum_over_positions() -> None:
+    x, g, variances = normal(ROWS, POSITIONS, 5), gradients(4), normal(4, 5, seed=2).square()
+    left, right = normal(4, 4, seed=3), normal(5, 5, seed=4)
+    expected = by_jacobian(x @ right, g @ left, variances)
+    for own, given, options in (
+        (x, g, {"left": left, "right": right}), (x @ right, g, {"left": left}), (x, g @ left, {"right": right}),
+    ):  # fmt: skip
+        found = by_jacobian(own, given, variances, **options)
+        assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+    assert (by_jacobian(x, g, variances, left=left.mT, right=right) - expected).abs().max() > 0.1

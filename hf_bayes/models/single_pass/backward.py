@@ -15,18 +15,20 @@ Numbers and several labels have no F that chooses: all outputs count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bayes.core.number_checks import is_count
+from hf_bayes.distributions.covariance import Diagonal, Kronecker
 from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_predictors import member_outputs
-from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, owner_of
+from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, owner_of, spread_along
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
@@ -108,6 +110,8 @@ class BackwardPredictor:
         self.rank = rank
         layers = LayerHooks(model.model, model.layout.names).layers
         self.paths = list(dict.fromkeys(owner_of(layer.path) for layer in layers))
+        self._parts: dict[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
+        self._groups: Sequence[Sequence[str]] = ()
         self.set_factors(factors_of(model))
 
     def set_factors(self, factors: Mapping[str, float]) -> None:
@@ -129,7 +133,7 @@ class BackwardPredictor:
 
     def outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Outputs:
         """Return the means [K, B, C] and the covariances [K, B, C, C] of the outputs."""
-        found = gaussian_outputs(model, self.gaussian, inputs, self._directions(model))
+        found = self._read(model, inputs, self.factors) if self._parts is None else self._combined(model, inputs)
         if not bool(found.covariance.isfinite().all()):
             raise ValueError(
                 "variances of the outputs are not finite in a single pass: the model or its posterior has diverged, or "
@@ -144,8 +148,47 @@ class BackwardPredictor:
         outputs = self.outputs(model, inputs)
         return predictives.of_gaussian(*outputs, model.likelihood, self.link, model.mixture_temperature)
 
-    def _directions(self, model: BayesianModel) -> Directions:
+    @contextmanager
+    def reusing_passes(self, groups: Sequence[Sequence[str]]) -> Iterator[None]:
+        """Within the block, read a batch once for each group of layers, whatever the factors are later.
+
+        The covariance of the outputs is S = sum_l f_l S_l, with a factor f_l for each group of layers, if V has no
+        covariance between groups. If it has one, each call reads the batch.
+
+        Args:
+            groups: the paths of layers that always have the same factor. A batch is recognised by its tensors, which
+                must live until the end of the block.
+        """
+        separate = all(isinstance(covariance, (Diagonal, Kronecker)) for covariance in self.gaussian.covariances)
+        if separate or len(groups) == 1:
+            self._parts, self._groups = {}, groups
+        try:
+            yield
+        finally:
+            self._parts = None
+
+    def _combined(self, model: BayesianModel, inputs: dict[str, Any]) -> Outputs:
+        """Return the outputs from U' S_l U [L, K, B, k, k] of each group, which the first call for a batch finds."""
+        assert self._parts is not None
+        key, choose = tuple(map(id, inputs.values())), self._directions(model, {}).choose
+        if key not in self._parts:
+            parts = []
+            for group in self._groups:
+                mean, spread = self._read(model, inputs, {path: float(path in group) for path in self.paths})
+                chosen = torch.stack([choose(one) for one in mean]).to(spread)
+                parts.append(chosen.mT @ spread @ chosen)
+            self._parts[key] = mean, torch.stack(parts)
+        mean, inner = self._parts[key]
+        factors = torch.tensor([self.factors.get(group[0], 1.0) for group in self._groups]).to(inner)
+        total = (factors.view(-1, *[1] * (inner.ndim - 1)) * inner).sum(0)
+        spreads = [spread_along(choose(one), own) for one, own in zip(mean, total, strict=True)]
+        return Outputs(mean, torch.stack(spreads))
+
+    def _read(self, model: BayesianModel, inputs: dict[str, Any], factors: Mapping[str, float]) -> Outputs:
+        return gaussian_outputs(model, self.gaussian, inputs, self._directions(model, factors))
+
+    def _directions(self, model: BayesianModel, factors: Mapping[str, float]) -> Directions:
         size = model.config.num_labels
         if model.likelihood.predicts_classes and self.rank < size:
-            return Directions(lambda logits: leading_directions(logits, self.rank), self.rank, self.factors)
-        return Directions(lambda logits: torch.eye(size).to(logits).expand(len(logits), -1, -1), size, self.factors)
+            return Directions(lambda logits: leading_directions(logits, self.rank), self.rank, factors)
+        return Directions(lambda logits: torch.eye(size).to(logits).expand(len(logits), -1, -1), size, factors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,11 @@ class SinglePassPredictor:
         """Set the calibration factors of layers."""
         for one in self.passes:
             one.set_factors(factors)
+
+    @contextmanager
+    def reusing_passes(self, groups: Sequence[Sequence[str]]) -> Iterator[None]:
+        """Do nothing: the covariance of the outputs is not linear in the factors, so each factor takes a pass."""
+        yield
 
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""
@@ -204,6 +209,11 @@ class SinglePassTokens:
     def set_factors(self, factors: Mapping[str, float]) -> None:
         """Set the calibration factors of layers."""
         self.single.set_factors(factors)
+
+    @contextmanager
+    def reusing_passes(self, groups: Sequence[Sequence[str]]) -> Iterator[None]:
+        """Do nothing: the covariance of the logits is not linear in the factors, so each factor takes a pass."""
+        yield
 
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""
