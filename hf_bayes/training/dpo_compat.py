@@ -51,7 +51,7 @@ class StandIn(nn.Module):
 
 @contextmanager
 def reference_given(trainer: Any, model: BayesianModel, kwargs: dict[str, Any]) -> Iterator[None]:
-    """In the block DPOTrainer is made; afterwards the model knows its reference. Other trainers are not changed.
+    """Make a DPOTrainer in the block; afterwards the model has its reference. Other trainers are not changed.
 
     Args:
         trainer: not yet initialised.
