@@ -287,8 +287,8 @@ def evaluated(folder: Path, model: Any, test: str, *flags: str, **changes: Any) 
 
 @path
 def a_script_evaluates_a_language_model(folder: Path) -> None:
-    (folder / "text").write_text("\n\n".join(models.TEXTS * 3))
-    assert evaluated(folder, models.with_lora(from_disk(folder)), "text", "--length", "16")["members"] == 2
+    (folder / "test.txt").write_text("\n\n".join(models.TEXTS * 3))
+    assert evaluated(folder, models.with_lora(from_disk(folder)), "test.txt", "--length", "16")["members"] == 2
 
 
 @path
