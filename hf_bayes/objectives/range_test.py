@@ -44,8 +44,8 @@ number of updates. The rates are far enough apart to be compared after a few upd
 MARGIN = 0.05
 """The share by which a smaller rate must lower the loss of a short trial to be taken instead of the usual rate.
 
-Such a trial is nearly noise if there are many classes: with 150 of them, and 10 updates, rates differed by 0.002 to
-0.05 of the loss. It also favours small rates, because it ends before their slowness shows.
+Such a trial is nearly noise if there are many classes, because the loss has hardly begun to fall. It also favours small
+rates, because it ends before their slowness shows.
 """
 
 
