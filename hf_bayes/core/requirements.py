@@ -43,6 +43,7 @@ class Requirements:
             the other half. "none": it uses none.
         heldout_setting: the setting that makes the method need held-out rows, as error messages quote it.
         least_heldout: the smallest number of held-out rows, see ``least_rows``.
+        most_heldout: the largest number of them that the method reads, see ``most_rows``. None: it reads all.
         compares_chains: chains are compared with each other during the run, so one process needs all of them.
         mirrored_chains: a run that finds its own step size gives every second chain the opposite noise of the chain
             before it.
@@ -70,6 +71,7 @@ class Requirements:
     heldout: Literal["none", "whole", "split"] = "none"
     heldout_setting: str = ""
     least_heldout: int = 2
+    most_heldout: int | None = None
     compares_chains: bool = False
     mirrored_chains: bool = False
     draws_are_chain_states: bool = True
@@ -87,6 +89,12 @@ class Requirements:
             unit: the unit of a likelihood term, "token" or "example".
         """
         return max(2, self.least_heldout // 5) if unit == "token" else self.least_heldout
+
+    def most_rows(self, unit: str) -> int | None:
+        """Return the largest number of held-out rows that the method reads, a fifth for rows of tokens; None: all."""
+        if self.most_heldout is None or unit != "token":
+            return self.most_heldout
+        return self.most_heldout // 5
 
 
 def need_of_gradient_variance(measure: bool | None) -> Need:

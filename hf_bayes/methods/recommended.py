@@ -66,7 +66,9 @@ def recommended(
     elif (num_heldout or 0) < least:
         reason = f"with {least} rows or more in eval_dataset (got {num_heldout or 0}), they would choose a temperature"
     else:
-        return method, f"no method was given: SGHMC, and {num_heldout} held-out rows choose T of {rungs}"
+        most = method.requirements.most_rows(unit)
+        number = f"{most} of {num_heldout}" if most is not None and most < (num_heldout or 0) else f"{num_heldout}"
+        return method, f"no method was given: SGHMC, and {number} held-out rows choose T of {rungs}"
     return (
         METHODS["sghmc"](num_chains=method.num_chains, draws_per_chain=DRAWS),
         f"no method was given: SGHMC at T = 1; {reason}. With few rows for each class a lower T predicts better",

@@ -33,5 +33,24 @@ class DataAccess(NamedTuple):
         if share >= 1:
             return self
         number = max(1, math.ceil(share * self.num_rows))
-        order = torch.randperm(self.num_rows, generator=generator(seed, "part of the rows"))[:number].tolist()
+        order = _some(self.num_rows, number, seed, "part of the rows")
         return self._replace(batches=lambda rows: self.batches([order[row] for row in rows]), num_rows=number)
+
+    def with_heldout(self, heldout: Batches, num_rows: int, *, most: int | None, seed: int) -> DataAccess:
+        """Return access to held-out rows, too: to all of them, or to a random part, always the same one for a seed.
+
+        Args:
+            heldout: numbers of held-out rows -> these rows, in this order, in batches.
+            num_rows: the number of these rows.
+            most: the largest number of them to read; None: all.
+        """
+        if most is None or num_rows <= most:
+            return self._replace(heldout=heldout, num_heldout=num_rows)
+        order = _some(num_rows, most, seed, "part of the held-out rows")
+        return self._replace(heldout=lambda rows: heldout([order[row] for row in rows]), num_heldout=most)
+
+
+def _some(num_rows: int, number: int, seed: int, purpose: str) -> list[int]:
+    """Return the numbers of ``number`` different rows, in random order."""
+    order: list[int] = torch.randperm(num_rows, generator=generator(seed, purpose))[:number].tolist()
+    return order

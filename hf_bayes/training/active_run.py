@@ -26,6 +26,7 @@ from hf_bayes.objectives.drift import measure_drift
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
 from hf_bayes.objectives.spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.starting import start_run
+from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
@@ -121,9 +122,9 @@ class ActiveRun:
         access = DataAccess(self.rows.by_number, len(host.train_dataset))
         if needs.heldout == "none":
             return access
-        heldout = HeldOutData(host)
-        hide = host.args.disable_tqdm or not host.is_first_process
-        return access._replace(heldout=heldout.by_number, num_heldout=len(heldout.rows), hide=hide)
+        heldout, most = HeldOutData(host), needs.most_rows(TASKS[self.model.task].unit)
+        access = access.with_heldout(heldout.by_number, len(heldout.rows), most=most, seed=host.args.seed)
+        return access._replace(hide=host.args.disable_tqdm or not host.is_first_process)
 
     def _probe(self, interval: int) -> Probe:
         """Return a probe whose forwards cost at most a fiftieth of ``interval`` updates."""

@@ -21,6 +21,12 @@ def test_held_out_rows_choose_the_temperature() -> None:
     assert recommended(40, unit="token")[0] == method  # a row of tokens has many terms
 
 
+def test_a_large_set_of_held_out_rows_is_read_in_part() -> None:
+    assert "SGHMC, and 600 held-out rows" in recommended(600)[1]
+    assert "SGHMC, and 600 of 5000 held-out rows" in recommended(5000)[1]
+    assert "SGHMC, and 120 of 240 held-out rows" in recommended(240, unit="token")[1]
+
+
 @pytest.mark.parametrize(
     ("rows", "unit", "processes", "reason"),
     [

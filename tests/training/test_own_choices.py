@@ -228,6 +228,14 @@ def test_without_a_method_held_out_rows_choose_the_temperature(
     assert stored.num_members == 4 * max(at_last, 1)  # without draws from before a fall of T
 
 
+def test_a_ladder_reads_a_part_of_many_held_out_rows(tmp_path: Path) -> None:
+    given = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(40)}
+    run = trainer(tmp_path, None, **given, eval_dataset=runs.label_rows(601, seed=1), max_steps=LEAST_UPDATES)
+    data = runs.started(run).run.objective.data
+    assert data is not None
+    assert data.num_heldout == 600
+
+
 def test_without_a_method_a_short_run_trains_an_ensemble(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = {"train": runs.label_rows(40), "eval_dataset": runs.label_rows(200, seed=1)}
     epochs = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 4}

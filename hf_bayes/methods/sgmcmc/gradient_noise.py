@@ -26,6 +26,10 @@ MIRRORED_CHAINS = 8
 """The number of chains from which pairs of them are mirror images by default. With fewer, variances would be the
 estimates of one to three pairs, and R-hat, which takes chains to be independent, would be too large."""
 
+LEAST_HELDOUT, MOST_HELDOUT = 200, 600
+"""The held-out rows that a ladder needs, and those that it reads. Every chain is scored on them at every temperature,
+so a large set would cost more than the run itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LangevinConfig(MethodConfig):
@@ -118,7 +122,14 @@ class LangevinConfig(MethodConfig):
         )
         if self.ladder is None:
             return needs
-        return replace(needs, heldout="whole", heldout_setting="ladder", least_heldout=200, compares_chains=True)
+        return replace(
+            needs,
+            heldout="whole",
+            heldout_setting="ladder",
+            least_heldout=LEAST_HELDOUT,
+            most_heldout=MOST_HELDOUT,
+            compares_chains=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
