@@ -122,7 +122,7 @@ class ActiveRun:
         access = DataAccess(self.rows.by_number, len(host.train_dataset))
         if needs.heldout == "none":
             return access
-        heldout, most = HeldOutData(host), needs.most_rows(TASKS[self.model.task].unit)
+        heldout, most = HeldOutData(host), needs.most_rows(TASKS[self.setup.model.task].unit)
         access = access.with_heldout(heldout.by_number, len(heldout.rows), most=most, seed=host.args.seed)
         return access._replace(hide=host.args.disable_tqdm or not host.is_first_process)
 
