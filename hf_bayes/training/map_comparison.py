@@ -70,7 +70,7 @@ def compare(host: TrainerHost, name: str, nll: float, map_nll: float, std_error:
     else:
         host.warn(
             "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (standard error of the "
-            "difference %.2g): train longer, let a ladder choose a lower temperature (docs/automatic.md), or use the "
-            "MAP estimate",
+            "difference %.2g): train longer, lower the temperature (for a sampler, a ladder chooses it: "
+            "docs/automatic.md), or use the MAP estimate",
             of, nll, map_nll, std_error,
         )  # fmt: skip

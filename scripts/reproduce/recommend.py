@@ -94,9 +94,8 @@ class Bench:
         longer = (each._replace(name=each.name + LONGER) for each in found if each.name in RIVALS)
         return (*found, *NEW, *longer)
 
-    def run(self, candidate: Candidate, seed: int) -> dict[str, Any]:
-        """Train, and return the figures of the test rows."""
-        gradients = LONG * GRADIENTS if candidate.name.endswith(LONGER) else GRADIENTS
+    def run(self, candidate: Candidate, seed: int, gradients: int = GRADIENTS) -> dict[str, Any]:
+        """Train with so many gradients of each chain, and return the figures of the test rows."""
         updates = int(gradients // candidate.method.requirements.gradients_per_update)
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -119,6 +118,7 @@ class Bench:
             found = evaluate(trainer.bayesian, sets, self.task.case, default_data_collator, batch_size=100)
             config = trainer.posterior.config
             calibration, chosen = config.calibration, config.method.get("temperature")
+            free_energy = trainer.monitor.info.get("free_energy")
             choice = ("ladder_temperature", "ladder_nll", "ladder_drawn_at")
             ladder = {name: config.diagnostics[name] for name in choice if name in config.diagnostics}
             trainer.bayesian.detach()
@@ -137,6 +137,7 @@ class Bench:
             "temperature": calibration.get("temperature", 1.0),
             "posterior_temperature": chosen, "heldout_nll": calibration.get("calibrated_nll"),
             "heldout_plain_nll": calibration.get("nll"), **rates, **ladder,
+            **({} if free_energy is None else {"free_energy": float(free_energy.mean())}),
             "rows": np.round(1000 * row_means(test["nll"])).astype(int).tolist(),
         }  # fmt: skip
 
@@ -157,7 +158,8 @@ def experiment(args: Arguments, path: Path) -> dict[str, Any]:
                 if late or left_out or (name, candidate.name, seed) in done:
                     continue
                 try:
-                    found = benches[name].run(candidate, seed)
+                    gradients = LONG * GRADIENTS if candidate.name.endswith(LONGER) else GRADIENTS
+                    found = benches[name].run(candidate, seed, gradients)
                 except (ValueError, FloatingPointError) as error:
                     found = {"failure": str(error)}
                 record["runs"].append({"task": name, "method": candidate.name, "seed": seed, **found})
