@@ -225,7 +225,7 @@ def table(results: dict[str, Any]) -> str:
         row = ROWS[name]
         twins = f"; broken twins caught: {found['twins_caught']} of {found['twins']}" if found["twins"] else ""
         lines.append(
-            f"| {name} | {row.fear} | {row.injected} | {row.outcome}: all of at least {row.required} | "
+            f"| {name} | {row.fear} | {row.injected} | {row.outcome}: in all of at least {row.required} trials | "
             f"{found['reached']} of {found['injected']}{twins} | {found['seconds']:.0f} |"
         )
     return "\n".join(lines) + "\n"
