@@ -45,7 +45,7 @@ def announce(active: ActiveRun) -> None:
             "cold_posteriors app. K), and N counts each row once"
         )
         active.host.warn(
-            "rows of train_dataset differ from one look to the next (augmentation, or a collator that draws): %s",
+            "rows of train_dataset differ each time they are read (augmentation, or a collator that draws): %s",
             meaning,
         )
 
@@ -129,9 +129,9 @@ def rows_vary(active: ActiveRun) -> bool:
         return any(_differ(collate([dataset[row]]) for _ in range(TIMES_COMPARED)) for row in rows)
 
 
-def _differ(looks: Iterator[dict[str, Any]]) -> bool:
-    first = tensors_in(next(looks))
-    return any(not torch.equal(value, other[name]) for other in looks for name, value in first.items())
+def _differ(readings: Iterator[dict[str, Any]]) -> bool:
+    first = tensors_in(next(readings))
+    return any(not torch.equal(value, other[name]) for other in readings for name, value in first.items())
 
 
 def _time_one_micro_batch(active: ActiveRun) -> float:
