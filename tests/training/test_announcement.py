@@ -62,7 +62,7 @@ def test_dropout_is_spoken_of_as_each_method_meets_it(
         warnings.simplefilter("error")
         announce(active)
     assert words in caplog.text
-    assert ("Jensen" in caplog.text) == ("MCDropoutConfig" in caplog.text) == (config is ONE_DRAW)
+    assert ("Jensen" in caplog.text) == ("has dropout (lora_dropout 0.1)" in caplog.text) == (config is ONE_DRAW)
 
 
 class Reversed(Augmented):
