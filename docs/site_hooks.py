@@ -38,6 +38,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     def inside(match: re.Match[str]) -> str:
         return match[1] if posixpath.normpath(posixpath.join(folder, match[2])).startswith("..") else match[0]
 
+    markdown = markdown.replace("± ", "±\N{NO-BREAK SPACE}")  # a narrow cell breaks its line before the sign only
     return DIAGRAM.sub(layers, TUTORIAL.sub(r"](\1.md\2)", LINK.sub(inside, markdown)))
 
 

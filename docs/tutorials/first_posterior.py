@@ -131,14 +131,14 @@ set_seed(0)
 lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
 tokenizer = AutoTokenizer.from_pretrained(base)
 model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
-args = BayesianTrainingArguments(                # 2
-    output_dir="posterior",                      # 3
+args = BayesianTrainingArguments(  # 2
+    output_dir="posterior",  # 3
     learning_rate=1e-2,
     max_steps=100,
     per_device_train_batch_size=8,
     report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True,
 )
-trainer = BayesianTrainer(                       # 4
+trainer = BayesianTrainer(  # 4
     method=EnsembleConfig(num_chains=4, init_jitter=0.05),  # 5
     model=model,
     args=args,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from hf_bayes.cli.row_places import Splits
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import grouped
 from hf_bayes.methods.registry import from_dict
-from hf_bayes.models.checkpoint_weights import Loaded, is_in_base, load_pretrained
+from hf_bayes.models.checkpoint_weights import Loaded, is_in_base, load_pretrained, warn_of_unused_weights
 
 SUBSPACE_HELP = (
     "Random weights: trainable, last_layer, last_block, all, a pattern. Others than trainable need --lora_rank 0."
@@ -66,7 +65,7 @@ class ModelArguments:
         return tokenizer
 
     def load_model(self, auto_class: Any, **fields: Any) -> Loaded:
-        """Return the model with these ``fields`` of its config, and the parameters that its checkpoint lacks.
+        """Return the model with these ``fields`` of its config, for ``check_weights``.
 
         Raises:
             ValueError: for a folder that holds no model, or one with an adapter, and for ``config_overrides`` with a
@@ -87,11 +86,6 @@ class ModelArguments:
             loaded = load_pretrained(
                 auto_class, self.model_name_or_path, dtype=self.dtype, **self._repository, **fields
             )
-        if loaded.unused:
-            warnings.warn(
-                f"{self.model_name_or_path} has weights that {type(loaded.model).__name__} has no place for, and they "
-                f"are left out: {grouped(loaded.unused)}. Check that this is the model you want"
-            )
         return loaded
 
     def load_language_model(self) -> PreTrainedModel:
@@ -101,16 +95,24 @@ class ModelArguments:
             ValueError: as ``load_model``, and for a checkpoint without some of the weights.
         """
         loaded = self.load_model(AutoModelForCausalLM)
-        self.refuse_lacking(loaded.new, "give a causal language model with all its weights")
+        self.check_weights(loaded, loaded.new, "give a causal language model with all its weights")
         return loaded.model
 
-    def refuse_lacking(self, names: Sequence[str], advice: str) -> None:
-        """Raise a ValueError if there are frozen parameters that the checkpoint lacks; ``names`` are theirs."""
-        if names:
+    def check_weights(self, loaded: Loaded, frozen: Sequence[str], advice: str) -> None:
+        """Warn of weights of the checkpoint that are left out, if the model is accepted.
+
+        Args:
+            frozen: the parameters that the checkpoint lacks and the posterior does not hold.
+            advice: what to do about them.
+        Raises:
+            ValueError: if there are such parameters.
+        """
+        if frozen:
             raise ValueError(
-                f"{self.model_name_or_path} has no weights for {grouped(names)}, which the posterior would not hold "
+                f"{self.model_name_or_path} has no weights for {grouped(frozen)}, which the posterior would not hold "
                 f"either: each load would make up others. Expected a checkpoint that has them: {advice}"
             )
+        warn_of_unused_weights(loaded, self.model_name_or_path)
 
     def add_lora(self, model: PreTrainedModel, task_type: TaskType, new: Sequence[str] = ()) -> nn.Module:
         """Return the model with its LoRA, or unchanged if ``lora_rank`` is 0.

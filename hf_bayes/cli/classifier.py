@@ -71,12 +71,13 @@ def classifier(
             max_length=labels.max_length,
             place=loaded.place,
         )
-    model, new, _ = model_args.load_model(AutoModelForSequenceClassification, **head)
+    found = model_args.load_model(AutoModelForSequenceClassification, **head)
+    model, new, _ = found
     # decoders classify by the last token that is not padding, so they need the padding token
     model.config.pad_token_id = tokenizer.pad_token_id
     adapted = model_args.add_lora(model, TaskType.SEQ_CLS, new)
     learnt = {plain_name(name) for name in select(adapted, subspace).names} if new else set()
     frozen = [name for name in new if name not in learnt]
-    model_args.refuse_lacking(frozen, "give another model, or learn them (LoRA does; --subspace all does)")
+    model_args.check_weights(found, frozen, "give another model, or learn them (LoRA does; --subspace all does)")
     collate = padding_collator(tokenizer, splits.values(), padding=labels.padding)
     return Problem(adapted, splits["train"], splits.get("validation"), collate, tokenizer)

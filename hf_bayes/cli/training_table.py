@@ -10,10 +10,10 @@ from hf_bayes.posteriors.config import PosteriorConfig
 FIGURES = {
     "accuracy": "accuracy",
     "mse": "mean squared error",
-    "ece": "ECE",
+    "ece": "calibration error (ECE)",
     "perplexity": "perplexity",
-    "total": "total uncertainty",
-    "epistemic": "epistemic uncertainty",
+    "total": "total uncertainty (nats)",
+    "epistemic": "epistemic uncertainty (nats)",
 }
 """The name of a held-out figure -> its words, in the order of the table."""
 
@@ -35,14 +35,14 @@ def _rows(config: PosteriorConfig, directory: str) -> dict[str, str]:
     if config.num_members:
         rows["members"] = str(config.num_members)
     if config.num_data is not None:
-        rows["likelihood terms"] = f"{config.num_data:g}"
+        rows["likelihood terms N"] = f"{config.num_data:g}"
     if metrics.get("nll") is not None:
         rows["held-out NLL"] = f"{metrics['nll']:.4f}{_beside_map(config)}"
     for name, words in FIGURES.items():
         if metrics.get(name) is not None:
             rows[words] = f"{metrics[name]:.4g}"
     if config.calibration:
-        rows["mixture temperature"] = f"{config.calibration['temperature']:.3g}"
+        rows["temperature t of predictions"] = f"{config.calibration['temperature']:.3g}"
     converged = config.diagnostics.get("converged")
     words = "not assessed" if converged is None else "converged" if converged else "not converged"
     rows["chains"] = f"{words}, see hf-bayes diagnose {directory}"

@@ -62,14 +62,15 @@ def recommended(
         )
     least, rungs = method.requirements.least_rows(unit), ", ".join(f"{value:g}" for value in TEMPERATURES)
     if num_processes > 1:
-        reason = f"there are {num_processes} processes, and held-out rows choose a temperature in one only"
+        reason = f"there are {num_processes} processes, and only a run in one process chooses T on held-out rows"
     elif (num_heldout or 0) < least:
-        reason = f"with {least} rows or more in eval_dataset (got {num_heldout or 0}), they would choose a temperature"
+        reason = f"a run with at least {least} held-out rows (got {num_heldout or 0}) would choose T on them"
     else:
         most = method.requirements.most_rows(unit)
         number = f"{most} of {num_heldout}" if most is not None and most < (num_heldout or 0) else f"{num_heldout}"
         return method, f"no method was given: SGHMC, and {number} held-out rows choose T of {rungs}"
     return (
         METHODS["sghmc"](num_chains=method.num_chains, draws_per_chain=DRAWS),
-        f"no method was given: SGHMC at T = 1; {reason}. With few rows for each class a lower T predicts better",
+        f"no method was given: SGHMC at the temperature T = 1; {reason}. With few rows for each class a lower T "
+        "predicts better",
     )

@@ -40,12 +40,12 @@ class Loaded(NamedTuple):
 def load_pretrained(auto_class: Any, name: str, **settings: Any) -> Loaded:
     """Load a model with ``auto_class.from_pretrained`` and these settings, without transformers' table of weights.
 
-    If loading fails, the table is logged after all: the error of transformers may refer to it.
+    Weights of another shape, such as those of a head for other labels, are new, unless the settings say otherwise. If
+    loading fails, the table is logged after all: the error of transformers may refer to it.
     """
+    settings = {"ignore_mismatched_sizes": True} | settings
     with _without_report():
-        model, found = auto_class.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
-        )
+        model, found = auto_class.from_pretrained(name, output_loading_info=True, **settings)
     new = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
     unused = (key for key in found["unexpected_keys"] if is_in_base(model, key))
     return Loaded(model, tuple(sorted(new)), tuple(sorted(unused)))
@@ -55,6 +55,25 @@ def is_in_base(model: PreTrainedModel, name: str) -> bool:
     """Return whether a weight belongs to the base model, and not to the head that a task puts on it."""
     prefix = model.base_model_prefix
     return bool(prefix) and name.startswith(f"{prefix}.")
+
+
+def warn_of_unused_weights(loaded: Loaded, name: str) -> None:
+    """Warn of weights of the checkpoint ``name`` that the model has no place for."""
+    if loaded.unused:
+        warnings.warn(
+            f"{name} has weights that {type(loaded.model).__name__} has no place for, and they are left out: "
+            f"{grouped(loaded.unused)}. Check that this is the model you want"
+        )
+
+
+def warn_of_random_weights(loaded: Loaded, name: str) -> None:
+    """Warn of weights of the base model that the checkpoint ``name`` lacks."""
+    if lacking := [each for each in loaded.new if is_in_base(loaded.model, each)]:
+        warnings.warn(
+            f"{name} has no weights for {grouped(lacking)}, so they are random. If they are not trained, a saved "
+            "posterior cannot be loaded, since each load would make up others: name their modules in modules_to_save "
+            "of the LoRA, or give a checkpoint that has them"
+        )
 
 
 def warn_of_lost_weights(loaded: Loaded, layout: Layout, what: str) -> None:

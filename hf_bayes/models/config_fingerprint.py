@@ -47,5 +47,9 @@ def evaluation_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_left_out(name: str, value: Any) -> bool:
-    is_rate = value is None or is_number(value)
-    return name in _STATED or bool(_TRAINING.search(name)) or (is_rate and bool(_RATE.search(name)))
+    return name in _STATED or bool(_TRAINING.search(name)) or is_dropout_rate(name, value)
+
+
+def is_dropout_rate(name: str, value: Any) -> bool:
+    """Return whether this field of a config is a rate of dropout, which may be None."""
+    return (value is None or is_number(value)) and bool(_RATE.search(name))

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from peft import PeftModel
 
 from hf_bayes.core.layout import grouped
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.distributions.priors import lora_prior_ratio
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.config_fingerprint import is_dropout_rate
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.own_choices import tell_trial
 
@@ -45,7 +48,7 @@ def announce(active: ActiveRun) -> None:
             "cold_posteriors app. K), and N counts each row once"
         )
         active.host.warn(
-            "rows of train_dataset differ from one look to the next (augmentation, or a collator that draws): %s",
+            "rows of train_dataset differ each time they are read (augmentation, or a collator that draws): %s",
             meaning,
         )
 
@@ -111,9 +114,20 @@ def _announce_dropout(active: ActiveRun) -> None:
         active.host.say("the model has dropout: this run optimises the log-likelihood averaged over its masks")
     else:
         active.host.warn(
-            "the model has dropout: this is the posterior of the dropout-averaged log-likelihood (the Jensen "
-            "posterior of cold_posteriors app. K), not the Bayes posterior. Set it to 0, or use MCDropoutConfig"
+            "the model has dropout%s: this is the posterior of the dropout-averaged log-likelihood (the Jensen "
+            "posterior of cold_posteriors app. K), not the Bayes posterior. For the latter set dropout to 0 in the "
+            "config of the model (--config_overrides) and of the LoRA",
+            _dropout_rates(active.setup.model),
         )
+
+
+def _dropout_rates(model: BayesianModel) -> str:
+    """Return the rates of dropout in the configs of the model and its adapter that are not 0, in brackets."""
+    fields = dict(model.core.config.get_text_config().to_dict())
+    if isinstance(model.model, PeftModel):
+        fields["lora_dropout"] = getattr(model.model.peft_config[model.model.active_adapter], "lora_dropout", 0)
+    rates = [f"{name} {value:g}" for name, value in fields.items() if is_dropout_rate(name, value) and value]
+    return f" ({', '.join(rates)})" if rates else ""
 
 
 def rows_vary(active: ActiveRun) -> bool:
@@ -129,9 +143,9 @@ def rows_vary(active: ActiveRun) -> bool:
         return any(_differ(collate([dataset[row]]) for _ in range(TIMES_COMPARED)) for row in rows)
 
 
-def _differ(looks: Iterator[dict[str, Any]]) -> bool:
-    first = tensors_in(next(looks))
-    return any(not torch.equal(value, other[name]) for other in looks for name, value in first.items())
+def _differ(readings: Iterator[dict[str, Any]]) -> bool:
+    first = tensors_in(next(readings))
+    return any(not torch.equal(value, other[name]) for other in readings for name, value in first.items())
 
 
 def _time_one_micro_batch(active: ActiveRun) -> float:

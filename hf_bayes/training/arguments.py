@@ -87,8 +87,8 @@ class BayesianTrainingArguments(TrainingArguments):
     probe_steps: int = field(
         default=100,
         metadata={
-            "help": "Updates between two looks at the probe, about 256 terms of the training data: R-hat and ESS come "
-            "from their log-likelihoods and logits. 0: none but at the draws."
+            "help": "Updates between two readings of the probe, about 256 terms of the training data: R-hat and ESS "
+            "come from their log-likelihoods and logits. 0: none but at the draws."
         },
     )
     noise_std: float | None = field(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -12,6 +14,9 @@ NUMBERS_PER_PARAMETER = 10
 
 It is a lower bound. The least peak that was measured is 15, with one draw: an ensemble of 64 LoRAs on a small Llama.
 """
+
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where Linux mounts the control groups that limit memory, and where it lists the groups of this process."""
 
 
 def require_memory(num_parameters: int, num_chains: int, method: MethodConfig, device: torch.device, size: int) -> None:
@@ -44,5 +49,31 @@ def require_memory(num_parameters: int, num_chains: int, method: MethodConfig, d
 def _free_bytes(device: torch.device) -> int | None:
     """Return the free memory of a device; None if it is not known."""
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return min([int(psutil.virtual_memory().available), *_group_bytes(GROUPS, OWN_GROUPS)])
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def _group_bytes(root: Path, own: Path) -> list[int]:
+    """Return the bytes that are left to each control group around this process that has a limit.
+
+    A container, or a job of a cluster, is such a group: psutil sees the memory of the whole machine. Pages of files
+    count as free, as in psutil, because the kernel drops them when memory runs short.
+    """
+    found = []
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, limit, usage = (
+            (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            if controllers
+            else (root, "memory.max", "memory.current")
+        )
+        group = top / path.lstrip("/")
+        # a container may see its own group as the top one, so the folder of its path may be missing
+        for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+            if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                pages = sum(int(statistics[name]) for name in ("active_file", "inactive_file"))
+                found.append(int(most) - int((folder / usage).read_text()) + pages)
+    return found

@@ -88,8 +88,11 @@ class Outcome:
         summary, trace = diagnosis.summary(finished.approximation)
         # an optimiser may well stay where it began, but not leave every plausible place
         judged = active.method.temperature > 0 or any(map(has_strayed, summary["strayed"] or []))
-        tell = host.warn if summary["converged"] is False and judged else host.say
-        tell("%s: %s", active.method.name, summary["verdict"])
+        if summary["converged"] is False and judged:
+            text = "%s: checks of the chains that failed, the most serious first: %s"
+            host.warn(text, active.method.name, summary["verdict"])
+        else:
+            host.say("%s: %s", active.method.name, summary["verdict"])
         approximation = finished.approximation
         if isinstance(approximation, Draws):
             approximation = dataclasses.replace(approximation, theta=active.with_statistics(approximation.theta))

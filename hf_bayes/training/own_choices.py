@@ -129,17 +129,22 @@ def tell_step_size(
     left = problem.num_steps - max(problem.burn_in, record.step)
     epochs = "" if updates_of_epoch is None else f" ({relaxation / updates_of_epoch:.2g} epochs)"
     host.say("%s: %s", name, describe_trial(record.info))
-    text = (
-        "%s: step size %.2g in whitened coordinates (gradient variance %.3g). A chain forgets its past in %.0f "
-        "updates%s; the %d updates after burn-in are worth %.2g independent draws of a chain"
+    worth = (
+        f"A chain forgets its past in {relaxation:.0f} updates{epochs}; the {left} updates after burn-in are worth "
+        f"{left / relaxation:.2g} independent draws of a chain"
     )
     step_size, variance = float(record.info["step_size"].mean()), float(record.info["gradient_variance"].mean())
-    values = name, step_size, variance, relaxation, epochs, left, left / relaxation
     if left >= relaxation:
-        host.say(text, *values)
+        text = "%s: step size %.2g in whitened coordinates (gradient variance %.3g). %s"
+        host.say(text, name, step_size, variance, worth)
     else:
         least = math.ceil(problem.num_steps * relaxation / max(left, 1))
-        host.warn(text + ". The draws depend on where AdamW ended: one takes a run of %d updates", *values, least)
+        host.warn(
+            "%s: the run is too short. %s. So the draws stay near the weights where AdamW ended. One independent draw "
+            "takes a run of %d updates (max_steps), or fewer with larger batches (step size %.2g, gradient variance "
+            "%.3g)",
+            name, worth, least, step_size, variance,
+        )  # fmt: skip
 
 
 def _tell_growth(info: Info, name: str, host: TrainerHost) -> None:

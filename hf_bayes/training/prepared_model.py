@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.checkpoint_weights import load_pretrained, warn_of_random_weights, warn_of_unused_weights
 from hf_bayes.models.restoration import GradientFlags, unwrapped
 from hf_bayes.posteriors.hub import is_place
 
@@ -92,7 +93,9 @@ def _load(name: str, args: Any, kwargs: dict[str, Any], *, rewards: bool) -> Pre
     if kwargs.get("processing_class") is None:
         kwargs["processing_class"] = AutoProcessor.from_pretrained(name, **source)
     if rewards:
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **settings)
-        return model
+        loaded = load_pretrained(AutoModelForSequenceClassification, name, num_labels=1, **settings)
+        warn_of_random_weights(loaded, name)
+        warn_of_unused_weights(loaded, name)
+        return loaded.model
     names = AutoConfig.from_pretrained(name, **source).architectures or [""]
     return getattr(transformers, names[0], AutoModelForCausalLM).from_pretrained(name, **settings)

@@ -32,11 +32,10 @@ from transformers.utils import logging
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, IVONConfig, LowRankVIConfig, MAPConfig, attach
 from hf_bayes.cli.evaluation import evaluate
 from hf_bayes.cli.parsing import parse_arguments
-from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import PLAIN, Candidate, default_candidates
 from scripts.reproduce.recommend_tasks import LAST, Task, clinc, debian, shakespeare, tags
-from scripts.reproduce.report import RESULTS, as_text, keep, spread, table
+from scripts.reproduce.report import RESULTS, as_text, keep, paired_difference, spread, table
 
 NAME = "recommend"
 CHAINS, GRADIENTS = 4, 300
@@ -208,9 +207,7 @@ def _difference(seeds: Mapping[int, Mapping[str, Any]], plain: Mapping[int, Mapp
     if not both:
         return "-"
     ours, theirs = (np.mean([part[seed]["rows"] for seed in both], 0) / 1000 for part in (seeds, plain))
-    ones = np.ones(len(ours), dtype=np.int64)
-    error = difference_std_error(RowScores(ours, ones), RowScores(theirs, ones))
-    return f"{ours.mean() - theirs.mean():+.3f} ± {math.nan if error is None else error:.3f}"
+    return paired_difference(ours, theirs)
 
 
 def _mean(seeds: Mapping[int, Mapping[str, Any]], name: str) -> float:

@@ -20,8 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from benchmarks.harness import machine
 from benchmarks.table import replaced
+from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -82,6 +86,19 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     mean = f"{statistics.fmean(values):.{digits}f}"
     alone = len(values) == 1 or not all(map(math.isfinite, values))  # an infinite R-hat has no spread
     return mean if alone else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def paired_difference(first: ArrayLike, second: ArrayLike) -> str:
+    """Return the mean of ``first - second`` with its standard error over rows, as ``+0.123 ± 0.004``.
+
+    Args:
+        first: [R] a score of each test row, such as its NLL.
+        second: [R] the same of another prediction.
+    """
+    ours, theirs = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    ones = np.ones(len(ours), dtype=np.int64)
+    error = difference_std_error(RowScores(ours, ones), RowScores(theirs, ones))
+    return f"{ours.mean() - theirs.mean():+.3f} ± {math.nan if error is None else error:.3f}"
 
 
 def legend_once(axis: Any) -> None:

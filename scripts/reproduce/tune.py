@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import default_data_collator
 from transformers.utils import logging
 
 from hf_bayes import BayesianModelForSequenceClassification, BayesianTrainingArguments, tune
 from hf_bayes.cli.evaluation import evaluate
 from hf_bayes.cli.parsing import parse_arguments
-from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import default_candidates
 from hf_bayes.training.tuning.record import Trial
@@ -36,7 +36,7 @@ from hf_bayes.training.tuning.tune import finalist_folder
 from scripts.reproduce.recommend import GRADIENTS, tasks
 from scripts.reproduce.recommend import Arguments as TaskArguments
 from scripts.reproduce.recommend_tasks import Task
-from scripts.reproduce.report import RESULTS, as_text, keep, table
+from scripts.reproduce.report import RESULTS, as_text, keep, paired_difference, table
 
 NAME = "tune"
 
@@ -132,16 +132,14 @@ def _finalists(found: Mapping[str, Any]) -> str:
         name = f"**{run['method']}** (chosen)" if run is chosen else run["method"]
         scores = [_nats(run, key) for key in ("heldout_nll", "nll", "ece")]
         alone = run is chosen or "failure" in run
-        difference = "-" if alone else _difference(run["rows"], chosen["rows"])
+        difference = "-" if alone else paired_difference(_row_nats(run), _row_nats(chosen))
         rows.append([name, *scores, difference, run["cost"]])
     return table(["method", "held-out NLL", "test NLL", "test ECE", "test NLL - chosen's", "passes"], rows)
 
 
-def _difference(ours: list[int], theirs: list[int]) -> str:
-    """Return the mean difference of two lists of thousandths of nats, with its standard error."""
-    ones = np.ones(len(ours), dtype=np.int64)
-    first, second = (RowScores(np.array(rows) / 1000, ones) for rows in (ours, theirs))
-    return f"{(first.nll - second.nll).mean():+.3f} ± {difference_std_error(first, second):.3f}"
+def _row_nats(run: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Return the NLL of each test row [R] in nats."""
+    return np.array(run["rows"]) / 1000
 
 
 def main() -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from hf_bayes import BayesianTrainingArguments
 from hf_bayes.cli.arguments import DataArguments, ModelArguments
@@ -37,7 +40,22 @@ def test_the_default_window_is_the_context_of_a_small_model(problem: Callable[[W
         problem(WindowArguments(window=256))
 
 
-def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
-    tiny_llama().model.save_pretrained(tmp_path)  # without the head
-    with pytest.raises(ValueError, match=r"has no weights for lm_head.weight, which the posterior would not hold"):
-        ModelArguments(str(tmp_path)).load_language_model()
+def checkpoint(folder: Path, *, without: str = "") -> ModelArguments:
+    """Save a Llama that lacks a weight, and has another one that no Llama has a place for."""
+    tiny_llama().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if name != without}
+    save_file({**kept, "model.gate": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    return ModelArguments(str(folder))
+
+
+def test_weights_that_a_model_does_not_use_are_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM has no place for, and they are left out: model.gate"):
+        checkpoint(tmp_path).load_language_model()
+
+
+def test_a_model_without_some_of_its_weights_is_only_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=r"no weights for lm_head.weight, which the posterior would not hold"):
+            checkpoint(tmp_path, without="lm_head.weight").load_language_model()

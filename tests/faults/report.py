@@ -39,7 +39,7 @@ ROWS = {
     "F1": Row(
         "a posterior is lost or half-written",
         "SIGKILL at random times of a save over an existing posterior, and before each of its system calls",
-        "the complete old or the complete new one loads; leftovers go at the next save",
+        "the complete old or the complete new one loads; the next save removes leftovers",
         200,
     ),
     "F2": Row(
@@ -55,9 +55,9 @@ ROWS = {
         500,
     ),
     "F4": Row(
-        "a resumed run is another run",
+        "a resumed run differs",
         "resume at 10 random updates of several methods, with dropout; SIGKILL at random times of a run",
-        "bitwise the uninterrupted run: state, generators, schedule, draws",
+        "equal to the uninterrupted run bit for bit: state, generators, schedule, draws",
         50,
     ),
     "F5": Row(
@@ -73,7 +73,7 @@ ROWS = {
         20,
     ),
     "F7": Row(
-        "the base model is another",
+        "the base model is a different one",
         "other seed, depth, vocabulary, dtype, resized embeddings, edited tokenizer",
         "refused before any forward",
         6,
@@ -93,7 +93,7 @@ ROWS = {
     "F10": Row(
         "a process of several is killed",
         "SIGKILL of one of two processes, in the middle of a step and of a save",
-        "the other exits with an error within 120 s; resume goes on",
+        "the other exits with an error within 120 s; a resumed run continues",
         10,
     ),
     "F11": Row(
@@ -104,7 +104,7 @@ ROWS = {
     ),
     "F12": Row(
         "an argument of Trainer changes the target",
-        "weight decay, clipping, optimizers and smoothing, at the start and behind the trainer's back",
+        "weight decay, clipping, optimizers and smoothing, at the start, and changed after it",
         "refused; the stationary variance stays exact",
         6,
     ),
@@ -115,7 +115,7 @@ ROWS = {
         4,
     ),
     "B30": Row(
-        "a checkpoint of another run is gone on with",
+        "a run continues from a checkpoint of another run",
         "resume with other chains, method, learning rate, schedule, length of data or run, batch, seed or subspace",
         "refused with a list of the settings, as saved and as given; nothing on disk is touched",
         8,
@@ -218,14 +218,14 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"Measured {results['date']} on {results['machine']}; {versions}.",
         "",
-        "| | fear | injected | required | result | s |",
+        "| | failure | what the tests do | required | result | s |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in results["rows"].items():
         row = ROWS[name]
         twins = f"; broken twins caught: {found['twins_caught']} of {found['twins']}" if found["twins"] else ""
         lines.append(
-            f"| {name} | {row.fear} | {row.injected} | {row.outcome}: all of at least {row.required} | "
+            f"| {name} | {row.fear} | {row.injected} | {row.outcome}: in all of at least {row.required} trials | "
             f"{found['reached']} of {found['injected']}{twins} | {found['seconds']:.0f} |"
         )
     return "\n".join(lines) + "\n"

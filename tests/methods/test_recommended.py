@@ -30,16 +30,16 @@ def test_a_large_set_of_held_out_rows_is_read_in_part() -> None:
 @pytest.mark.parametrize(
     ("rows", "unit", "processes", "reason"),
     [
-        (199, "example", 1, r"with 200 rows or more in eval_dataset \(got 199\), they would choose"),
-        (39, "token", 1, r"with 40 rows or more in eval_dataset \(got 39\), they would choose"),
-        (None, "example", 1, r"with 200 rows or more in eval_dataset \(got 0\)"),
-        (1000, "example", 2, "there are 2 processes, and held-out rows choose a temperature in one only"),
+        (199, "example", 1, r"at least 200 held-out rows \(got 199\) would choose T"),
+        (39, "token", 1, r"at least 40 held-out rows \(got 39\) would choose T"),
+        (None, "example", 1, r"at least 200 held-out rows \(got 0\)"),
+        (1000, "example", 2, "there are 2 processes, and only a run in one process chooses T"),
     ],
 )
 def test_without_a_choice_it_is_the_posterior(rows: int | None, unit: str, processes: int, reason: str) -> None:
     method, words = recommended(rows, unit=unit, num_processes=processes)
     assert (method.temperature, method.ladder, method.num_chains) == (1.0, None, 4)
-    assert words.startswith("no method was given: SGHMC at T = 1; ")
+    assert words.startswith("no method was given: SGHMC at the temperature T = 1; ")
     assert re.search(reason, words)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.training import memory_check
 from hf_bayes.training.memory_check import NUMBERS_PER_PARAMETER, require_memory
 from tests import runs
 
@@ -43,3 +44,51 @@ def test_chains_of_an_accelerator_are_held_against_its_memory(free: Any, monkeyp
     free(3999)
     with pytest.raises(ValueError, match="free on the cpu"):
         require_memory(1000, 1, SGHMCConfig(num_chains=1), torch.device("cuda"), 4)
+
+
+LIMITS = {
+    "": ("0::/", "memory.max", "memory.current"),
+    "memory": ("4:memory:/", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""The versions of Linux's control groups: folder -> line of the process, file of the limit, file of what is used."""
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put this process into a group of a version, and its limit into another folder of the same tree."""
+    monkeypatch.setattr(memory_check, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory_check, "OWN_GROUPS", tmp_path / "own")
+
+    def put(version: str, path: str, limited: str, limit: str) -> None:
+        line, most, used = LIMITS[version]
+        (tmp_path / "own").write_text(f"5:devices:/\n{line}{path}\n")
+        folder = tmp_path / "groups" / version / limited
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / most).write_text(f"{limit}\n")
+        (folder / used).write_text("7000\n")
+        (folder / "memory.stat").write_text("anon 4000\nactive_file 1000\ninactive_file 2000\nshmem 10\n")
+
+    return put
+
+
+@pytest.mark.parametrize("version", LIMITS)
+@pytest.mark.parametrize("limited", ["jobs/1", "jobs", ""])  # the group of the process, one around it, a container's
+def test_the_limit_of_a_container_counts(group: Any, free: Any, version: str, limited: str) -> None:
+    free(10**9)
+    group(version, "jobs/1", limited, "48000")  # 48000 - 7000 + 3000 = 44000 bytes are left
+    require_memory(1000, 1, SGHMCConfig(num_chains=1), CPU, 4)
+    with pytest.raises(ValueError, match="free on the cpu"):
+        require_memory(1001, 1, SGHMCConfig(num_chains=1), CPU, 4)
+
+
+@pytest.mark.parametrize(("version", "limit"), [("", "max"), ("memory", "9223372036854771712")])
+def test_a_group_without_a_limit_leaves_the_machine(group: Any, free: Any, version: str, limit: str) -> None:
+    group(version, "", "", limit)
+    free(44000)
+    require_memory(1000, 1, SGHMCConfig(num_chains=1), CPU, 4)
+    with pytest.raises(ValueError, match="free on the cpu"):
+        require_memory(1001, 1, SGHMCConfig(num_chains=1), CPU, 4)
+
+
+def test_a_system_without_groups_has_no_limit(tmp_path: Path) -> None:
+    assert memory_check._group_bytes(tmp_path, tmp_path / "none") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, default_data_collator, set_seed
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, SGHMCConfig, attach
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
 from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.prepared_model import prepared
 from tests import runs
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
 from tests.training.trained import require_loaded_and_resumed
@@ -113,3 +116,29 @@ def test_the_names_of_random_parameters_are_said_before_training(tmp_path: Path,
     announce(ActiveRun(TrainerHost(built), built.setup, built.rows))
     assert "random parameters in 8 tensors" in caplog.text
     assert "random: 2 x model.layers.*.self_attn.q_proj.lora_A.default.weight, " in caplog.text
+
+
+def reward_model(folder: Path, base: str) -> Any:
+    """Load a base model as a trainer of rewards does."""
+    args = NamingArguments(**runs.arguments(folder).to_dict())
+    with prepared(base, args, None, {"processing_class": tiny_tokenizer()}, rewards=True) as model:
+        return model
+
+
+def test_the_new_head_of_a_reward_model_is_not_reported(tmp_path: Path, base: str, caplog: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reward_model(tmp_path, base).score.weight.shape[0] == 1
+    assert not caplog.records
+
+
+def test_a_reward_model_names_base_weights_that_are_not_kept(tmp_path: Path, base: str) -> None:
+    file = Path(base, "model.safetensors")
+    weights = load_file(file)
+    weights["model.gate"] = weights.pop("model.norm.weight")
+    save_file(weights, file, metadata={"format": "pt"})
+    with (
+        pytest.warns(UserWarning, match=r"has no weights for model.norm.weight, so they are random"),
+        pytest.warns(UserWarning, match=r"are left out: model.gate"),
+    ):
+        reward_model(tmp_path, base)
