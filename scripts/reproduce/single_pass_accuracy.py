@@ -4,7 +4,7 @@
     python -m scripts.reproduce.single_pass_accuracy costs      # one of the tables
 
 LoRA is in all blocks of small models of each family, with independent weights of one variance, and Monte Carlo over the
-weights gives the variances and means to compare with. Costs and memory are of BERT-like classifiers.
+weights gives the variances and means to compare with. Costs, products and memory are of BERT-like classifiers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hf_bayes.models.single_pass.driver import SinglePass
 from hf_bayes.models.single_pass.moments import mean_of
 from scripts.reproduce.report import as_text, table
 from scripts.reproduce.single_pass_means import means, means_table
+from scripts.reproduce.single_pass_products import products, products_table
 from scripts.reproduce.small_models import (
     CLASSIFIER,
     FAMILIES,
@@ -273,6 +274,8 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
             for row in record["costs"]
         ]
         found["costs"] = table(["width, blocks", "random blocks", *WAYS], lines)
+    if "products" in record:
+        found["products"] = products_table(record["products"])
     if "memory" in record:
         sizes = record["memory"]
         whole = sizes["weights"] + sizes["plain"]
@@ -284,7 +287,8 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 PARTS: dict[str, Callable[[], Any]] = {
-    "accuracy": accuracy, "structures": structures, "means": means, "costs": costs, "memory": memory,
+    "accuracy": accuracy, "structures": structures, "means": means, "costs": costs,
+    "products": lambda: products(classifier, words), "memory": memory,
 }  # fmt: skip
 
 
