@@ -9,8 +9,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
-RECORDS = ("cpu", "cpu_again", "cpu2", "cuda")
-"""Names of kept runs; cpu_again: some groups right after cpu; cpu2: on another processor, by an earlier version."""
+RECORDS = ("cpu", "cpu2", "cuda")
+"""Names of kept runs; cpu2: on another processor, by an earlier version."""
 
 _HEAD = """\
 | work | measured | 90 % interval | wanted | counted bound | others |
