@@ -48,7 +48,6 @@ LONG, LONGER = 4, ", 4 times the updates"
 NEW = (
     Candidate("fine-tuning" + LONGER, MAPConfig(), None, 1),
     Candidate("IVON", IVONConfig(num_chains=CHAINS), None, 10),
-    Candidate("IVON, T = 0.01", IVONConfig(num_chains=CHAINS, temperature=0.01), None, 10),
     Candidate("low-rank VI", LowRankVIConfig(num_chains=CHAINS, num_draws=1), None, 10),
 )
 """Rows of the table that ``tune`` does not try by itself."""

@@ -59,6 +59,8 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         # one gradient an update: trials are short. With 300 gradients of a chain, half as many updates of pairs raise
         # the NLL by .194 +- .012 nats on CLINC150 and .014 +- .004 on Debian sections (recommend.py, one seed)
         Candidate("mean-field VI", _config("mean_field", num_chains=num_chains, num_draws=1), None, 10),
+        # at T = 1 and with few rows, the optimum of q predicts worse than a mode (docs/results/cold_variational.md)
+        Candidate("IVON, T = 0.01", _config("ivon", num_chains=num_chains, temperature=0.01), None, 10),
         Candidate("SGHMC", _config("sghmc", **draws), None, members),
         Candidate(
             "SGHMC, ladder", replace(on_ladder(), num_chains=num_chains, draws_per_chain=draws_per_chain), None, members

@@ -18,7 +18,7 @@ def test_candidates_have_names_of_their_own_and_plain_comes_first() -> None:
     assert len({row.name for row in rows}) == len(rows)
     assert rows[0].name == PLAIN
     methods = {row.method.name for row in rows}
-    assert methods == {"map", "ensemble", "mean_field", "sghmc", "swa", "swag", "laplace", *OF_LORA}
+    assert methods == {"map", "ensemble", "mean_field", "ivon", "sghmc", "swa", "swag", "laplace", *OF_LORA}
     assert methods <= set(METHODS)
 
 
