@@ -57,8 +57,7 @@ def rows(count: int, labels: int | None, seed: int) -> Dataset:
 
 
 @pytest.mark.parametrize("case", [LABEL_CASE, WINDOW_CASE], ids=["labels", "windows"])
-def test_a_run_has_the_figures_of_the_table(case: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recommend, "GRADIENTS", 12)
+def test_a_run_has_the_figures_of_the_table(case: object) -> None:
     several = case is LABEL_CASE
 
     def model(seed: int) -> object:
@@ -74,7 +73,9 @@ def test_a_run_has_the_figures_of_the_table(case: object, monkeypatch: pytest.Mo
     labels = 3 if several else None
     sets = {name: rows(60, labels, seed) for seed, name in enumerate(("train", "heldout", "test"))}
     task = Task(model, sets, {"other": rows(20, labels, 9)}, case, batch=8)
-    found = recommend.Bench(task).run(Candidate("deep ensemble", EnsembleConfig(num_chains=2), None, 2), 0)
+    found = recommend.Bench(task).run(
+        Candidate("deep ensemble", EnsembleConfig(num_chains=2), None, 2), 0, gradients=12
+    )
     assert len(found["rows"]) == 60
     assert sum(found["rows"]) / 60_000 == pytest.approx(found["nll"], abs=1e-3)  # kept to a thousandth
     assert set(found["auroc"]["other"]) >= {"total", "epistemic"}
