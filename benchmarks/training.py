@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from transformers import PrinterCallback, TrainerCallback
 from benchmarks import bounds
 from benchmarks.harness import ROOT, Line, Settings, Work, compare, in_child, peak_memory, synchronize, timed
 from benchmarks.models import WHERE, Subject, tokens
-from hf_bayes import BayesianTrainer, BayesianTrainingArguments, SGHMCConfig
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments, IVONConfig, SGHMCConfig
+from hf_bayes.core.config import MethodConfig
 
 ROWS, LENGTH, STEPS_OF_AN_EPOCH = 4, 128, 4
 
@@ -33,6 +34,8 @@ def measure(settings: Settings) -> list[Line]:
         chain_step(settings, WHERE[1], limit=0.56),
         chain_step(settings, WHERE[1], limit=0.46, cached=True),
         chain_step(settings, WHERE[0], limit=1.03),
+        natural_gradient_step(settings, WHERE[0], limit=1.1),
+        natural_gradient_step(settings, WHERE[1], limit=1.1),
         _memory(settings),
     ]
 
@@ -60,6 +63,21 @@ def chain_step(settings: Settings, where: str, *, limit: float | None = None, ca
     )
 
 
+def natural_gradient_step(settings: Settings, where: str, *, limit: float) -> Line:
+    """A step of one chain of IVON by the trainer: the mean over a period, in which one step has a second gradient."""
+    method = IVONConfig(num_chains=1)
+    assert method.pair_period is not None
+    steps = replace(settings, rounds=method.pair_period * settings.rounds)
+    single: dict[str, Work] = {"single": plain_step(settings.subject, where)}
+    each = train_interleaved(steps, where, single, method=method)
+    with_pair = 2 * bounds.training(settings.subject, where, 2)
+    seconds = {name: torch.tensor(found).view(settings.rounds, -1).sum(1).tolist() for name, found in each.items()}
+    return compare(
+        "training", f"step of IVON, {_named(where)}, M=1", seconds, unit="x AdamW step", limit=limit,
+        bound=(method.pair_period - 1 + with_pair) / method.pair_period,
+    )  # fmt: skip
+
+
 def _memory(settings: Settings) -> Line:
     """Compare the memory of a step on all layers: M chains, without the memory that holds them, against one chain."""
     peaks = {
@@ -80,13 +98,19 @@ def step_memory(subject: list[str], num_chains: int) -> dict[str, int]:
 
 
 def train_interleaved(
-    settings: Settings, where: str, others: Mapping[str, Work], *, cached: bool = False
+    settings: Settings,
+    where: str,
+    others: Mapping[str, Work],
+    *,
+    cached: bool = False,
+    method: MethodConfig | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of the trainer's steps ("ours") and of ``others``, round by round, after a first one or a first epoch."""
     first = 1 + (STEPS_OF_AN_EPOCH if cached else 0)
     clock = StepClock(others, settings.device, first)
     steps = first + settings.rounds + 1
-    make_trainer(settings, where, steps=steps, callbacks=[clock], trunk_memory_gib=4.0 if cached else 0.0).train()
+    memory = 4.0 if cached else 0.0
+    make_trainer(settings, where, steps=steps, method=method, callbacks=[clock], trunk_memory_gib=memory).train()
     return {"ours": clock.seconds, **clock.others}
 
 
@@ -112,21 +136,27 @@ class StepClock(TrainerCallback):
 
 
 def make_trainer(
-    settings: Settings, where: str, *, steps: int, trunk_memory_gib: float = 0.0, **arguments: Any
+    settings: Settings,
+    where: str,
+    *,
+    steps: int,
+    method: MethodConfig | None = None,
+    trunk_memory_gib: float = 0.0,
+    **arguments: Any,
 ) -> BayesianTrainer:
-    """SGHMC on LoRA; every step is logged, every fourth one gives a draw."""
+    """SGHMC, or another method, on LoRA; every step is logged, and every fourth one of SGHMC gives a draw."""
     model = settings.subject.trainable(where)
     ids = tokens(model, ROWS * STEPS_OF_AN_EPOCH, LENGTH).cpu()
     directory = tempfile.mkdtemp(prefix="hf_bayes-benchmark-")
     draws = max(1, steps // 4)
-    method = SGHMCConfig(num_chains=settings.num_members, draws_per_chain=draws, burn_in=0, prior_std=0.05)
+    sghmc = SGHMCConfig(num_chains=settings.num_members, draws_per_chain=draws, burn_in=0, prior_std=0.05)
     trainer = BayesianTrainer(
         model=model,
-        method=method,
+        method=method or sghmc,
         args=BayesianTrainingArguments(
             output_dir=directory, max_steps=steps, per_device_train_batch_size=ROWS, minibatch="shared",
             trunk_memory_gib=trunk_memory_gib, map_updates=0,
-            learning_rate=1e-4, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+            learning_rate=1e-4 if method is None else None, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
             use_cpu=settings.device == "cpu",
         ),
         train_dataset=Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()}),
