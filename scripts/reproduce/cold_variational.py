@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from transformers.utils import logging
-
 from hf_bayes import IVONConfig, MAPConfig, MeanFieldConfig
-from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.training.tuning.candidates import Candidate
 from scripts.reproduce.recommend import Bench
 from scripts.reproduce.recommend_tasks import LAST, debian
-from scripts.reproduce.report import RESULTS, as_text, keep, spread, table
+from scripts.reproduce.report import as_text, continued, spread, table
 
 NAME = "cold_variational"
 MEMBERS = 10
@@ -101,13 +97,5 @@ def _spread(runs: list[Mapping[str, Any]], name: str, digits: int = 3) -> str:
     return spread(values, digits) if values else "-"
 
 
-def main() -> None:
-    """Make the missing runs and the page."""
-    (args,) = parse_arguments(Arguments)
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    keep(NAME, lambda: experiment(args, RESULTS / f"{NAME}.json"))
-
-
 if __name__ == "__main__":
-    main()
+    continued(NAME, Arguments, experiment)

@@ -15,7 +15,6 @@ import json
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,17 +25,15 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, default_data_collator, set_seed
-from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, EnsembleConfig, Posterior, SGHMCConfig, distil
 from hf_bayes.cli.evaluate_windows import windows_of
-from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.fit.distil_report import rank_correlation
 from hf_bayes.metrics import ood_auroc
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.loading import load_tokenizer, network_of
 from scripts.reproduce.encoder_table_bench import encoder
-from scripts.reproduce.report import RESULTS, keep, table
+from scripts.reproduce.report import continued, table
 
 NAME = "distilled"
 Batch = dict[str, Tensor]
@@ -258,14 +255,5 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     return {"quality": table(columns, lines), "training": table(more, learnt)}
 
 
-def main() -> None:
-    """Run the missing subjects, and make the page."""
-    (args,) = parse_arguments(Arguments)
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    keep(NAME, lambda: experiment(args, RESULTS / f"{NAME}.json"))
-
-
 if __name__ == "__main__":
-    main()
+    continued(NAME, Arguments, experiment)

@@ -25,17 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import default_data_collator
-from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, IVONConfig, LowRankVIConfig, MAPConfig, attach
 from hf_bayes.cli.evaluation import evaluate
-from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import PLAIN, Candidate, default_candidates
 from scripts.reproduce.recommend_tasks import LAST, Task, clinc, debian, shakespeare, tags
-from scripts.reproduce.report import RESULTS, as_text, keep, paired_difference, spread, table
+from scripts.reproduce.report import as_text, continued, paired_difference, spread, table
 
 NAME = "recommend"
 CHAINS, GRADIENTS = 4, 300
@@ -217,13 +214,5 @@ def _spread(seeds: Mapping[int, Mapping[str, Any]], name: str, digits: int = 3) 
     return spread([run[name] for run in seeds.values()], digits)
 
 
-def main() -> None:
-    """Make the missing runs and the page."""
-    (args,) = parse_arguments(Arguments)
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    keep(NAME, lambda: experiment(args, RESULTS / f"{NAME}.json"))
-
-
 if __name__ == "__main__":
-    main()
+    continued(NAME, Arguments, experiment)

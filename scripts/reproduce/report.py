@@ -5,7 +5,8 @@ The text of a page is written by hand. Its tables stand between markers and are 
     blocks(record) -> dict[str, str]        marker -> table
     figures(record, directory) -> None      PNG files named NAME.png or NAME_*.png (optional)
 
-and ends in ``keep(NAME, ...)``. ``python -m scripts.reproduce.report`` makes the tables and figures of all pages again.
+and ends in ``keep(NAME, ...)`` or ``continued(NAME, ...)``. ``python -m scripts.reproduce.report`` makes the tables and
+figures of all pages again.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import math
 import re
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+from transformers.utils import logging
 
 from benchmarks.harness import machine
 from benchmarks.table import replaced
+from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -38,6 +43,21 @@ def keep(name: str, run: Callable[[], Mapping[str, Any]], directory: Path = RESU
     record = {"seconds": round(time.perf_counter() - start), **found, "machine": machine("cpu")}
     (directory / f"{name}.json").write_text(as_text(record))
     render(name, directory)
+
+
+def continued(name: str, arguments: type, experiment: Callable[[Any, Path], Mapping[str, Any]]) -> None:
+    """Run the command of an experiment that can be continued: quietly, on one core.
+
+    Args:
+        name: of the page.
+        arguments: the dataclass of the command's arguments.
+        experiment: (arguments, file of the record) -> the record after the missing runs.
+    """
+    (found,) = parse_arguments(arguments)
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    keep(name, lambda: experiment(found, RESULTS / f"{name}.json"))
 
 
 def as_text(record: Mapping[str, Any]) -> str:

@@ -14,19 +14,15 @@ import json
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers.utils import logging
 
-from hf_bayes.cli.parsing import parse_arguments
 from scripts.reproduce.recommend_tasks import Task, clinc, debian
-from scripts.reproduce.report import RESULTS, as_text, keep, spread, table
+from scripts.reproduce.report import as_text, continued, spread, table
 from scripts.reproduce.single_pass_table_cells import KINDS, WAYS, Cell, costs
 from scripts.reproduce.single_pass_table_scores import scores
 
@@ -145,14 +141,5 @@ def mean_and_error(gaps: Sequence[float], resampled: Sequence[Any]) -> tuple[flo
     return statistics.fmean(gaps), math.hypot(over_rows, over_seeds)
 
 
-def main() -> None:
-    """Make the missing predictions and the page."""
-    (args,) = parse_arguments(Arguments)
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    keep(NAME, lambda: experiment(args, RESULTS / f"{NAME}.json"))
-
-
 if __name__ == "__main__":
-    main()
+    continued(NAME, Arguments, experiment)

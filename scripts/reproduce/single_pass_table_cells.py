@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -34,7 +33,6 @@ from hf_bayes import (
     fit_layer_factors,
     fit_variance_factor,
 )
-from hf_bayes.methods.laplace import heldout_prior
 from hf_bayes.models.calibrating import calibration_of
 from scripts.reproduce.recommend_tasks import Task
 from scripts.reproduce.single_pass_ranks import Group, epistemic
@@ -53,10 +51,6 @@ LONG = {"clinc, 800 updates": 800}
 
 PRIOR_ROWS = 200
 """The number of held-out rows from which a prior is chosen. The other held-out rows fit temperatures and factors."""
-
-SEARCH = {"MAX_STEPS": 3}
-"""The settings of a short search of the prior: its start is already within half a decade, and EU of a single pass does
-not depend on the third digit of one precision. The default goes on until the precision has six digits."""
 
 OTHERS = 300
 """The largest number of rows of another set."""
@@ -130,12 +124,11 @@ class Cell:
             found = self.first.posterior.config
             precisions = zip(found.parameters, found.diagnostics["laplace"][0]["prior_precision"], strict=True)
             options = {"prior_std": {re.escape(str(name)): value**-0.5 for (name, _), value in precisions}}
-        with patch.multiple(heldout_prior, **SEARCH):
-            return fit_laplace(
-                model, train, LaplaceConfig(structure=LAPLACE[self.kind], check_gradient=False, **options),
-                collate=shortest, batch_size=BATCH, seed=self.seed,
-                heldout=self.prior_rows[::2] if self.first is None else None,
-            )  # fmt: skip
+        return fit_laplace(
+            model, train, LaplaceConfig(structure=LAPLACE[self.kind], check_gradient=False, **options),
+            collate=shortest, batch_size=BATCH, seed=self.seed,
+            heldout=self.prior_rows[::2] if self.first is None else None,
+        )  # fmt: skip
 
     def _trained(self) -> Posterior:
         prior = {"lora_": 0.1, "classifier": 1.0}

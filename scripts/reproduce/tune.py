@@ -21,14 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import default_data_collator
-from transformers.utils import logging
 
 from hf_bayes import BayesianModelForSequenceClassification, BayesianTrainingArguments, tune
 from hf_bayes.cli.evaluation import evaluate
-from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import default_candidates
 from hf_bayes.training.tuning.record import Trial
@@ -36,7 +33,7 @@ from hf_bayes.training.tuning.tune import finalist_folder
 from scripts.reproduce.recommend import GRADIENTS, tasks
 from scripts.reproduce.recommend import Arguments as TaskArguments
 from scripts.reproduce.recommend_tasks import Task
-from scripts.reproduce.report import RESULTS, as_text, keep, paired_difference, table
+from scripts.reproduce.report import as_text, continued, paired_difference, table
 
 NAME = "tune"
 
@@ -142,13 +139,5 @@ def _row_nats(run: Mapping[str, Any]) -> NDArray[np.float64]:
     return np.array(run["rows"]) / 1000
 
 
-def main() -> None:
-    """Tune on the missing tasks and make the page."""
-    (args,) = parse_arguments(Arguments)
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    keep(NAME, lambda: experiment(args, RESULTS / f"{NAME}.json"))
-
-
 if __name__ == "__main__":
-    main()
+    continued(NAME, Arguments, experiment)
