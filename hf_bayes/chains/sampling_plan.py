@@ -127,7 +127,7 @@ def _std_of(value: Any) -> Tensor:
 def check_method(method: MethodConfig, batches: Batches | None, *, has_prior: bool = False) -> None:
     """Refuse settings of the config that ``sample`` would have to ignore."""
     check_config(method)
-    none = {"prior": "gaussian", "prior_std": None, "prior_mean": "zero"}
+    none = {"prior": "gaussian", "prior_std": None, "prior_scale": 1.0, "prior_mean": "zero"}
     setting = next((name for name, default in none.items() if getattr(method, name) != default), None)
     if setting is not None:
         raise ValueError(

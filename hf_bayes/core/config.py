@@ -44,6 +44,7 @@ class MethodConfig:
             parameter names: std}. Exactly one expression must match each random tensor. None: LoRA's factors have
             standard deviations in units of their effect (``distributions.priors.lora_stds``), and other tensors have 1.
             In a model with LoRA, methods that end in a mode multiply all of these but A's by ``mode_prior_scale``.
+        prior_scale: a factor of all standard deviations of the prior, given ones and default ones.
         prior_mean: "zero", or "initial": the initial weights of the model.
         temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
         temper: "posterior" targets exp(-U/T); "likelihood" tempers the likelihood alone and leaves the prior at T = 1.
@@ -69,6 +70,7 @@ class MethodConfig:
     thin: int | None = None
     prior: PriorName = "gaussian"
     prior_std: float | dict[str, float] | None = None
+    prior_scale: float = 1.0
     prior_mean: Literal["zero", "initial"] = "zero"
     temperature: float = 1.0
     temper: Literal["posterior", "likelihood"] = "posterior"
@@ -103,6 +105,7 @@ class MethodConfig:
         for std in [self.prior_std] if by_expression is None else by_expression.values():
             if std is not None:
                 self._check_number("prior_std", std, minimum=0.0, strict=True)
+        self._check_number("prior_scale", self.prior_scale, minimum=0.0, strict=True)
         if isinstance(self.schedule, Mapping):
             object.__setattr__(self, "schedule", schedules.from_dict(self.schedule))
         if not isinstance(self.schedule, Schedule | None):

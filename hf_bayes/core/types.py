@@ -227,14 +227,12 @@ class FinalPassResult(NamedTuple):
         noise_std: the fitted noise of a regression; None leaves it as it is.
         fields: fields of the method's config that the run has found; they replace those it began with. None if there
             are none.
-        prior_scale: the factor of the prior's standard deviations that the run has found.
     """
 
     approximation: Approximation
     report: dict[str, list[Any]]
     noise_std: float | None = None
     fields: Mapping[str, Any] | None = None
-    prior_scale: float = 1.0
 
 
 def no_anchor(state: Any) -> None:

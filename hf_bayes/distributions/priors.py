@@ -60,22 +60,16 @@ def build_prior(
 
 
 def prior_stds(config: MethodConfig, layout: Layout, model: nn.Module) -> Any:
-    """Return ``prior_std`` of a config. If it is None: 1, or for a model with LoRA {name: std} of all tensors."""
-    if config.prior_std is not None:
-        return config.prior_std
-    default = {} if config.prior == "he" else lora_stds(model, layout)
-    scale = config.mode_prior_scale
-    stds = {name: (1.0 if ".lora_A." in name else scale) * default.get(name, 1.0) for name in layout.names}
-    return stds if default else 1.0
-
-
-def scaled_stds(config: MethodConfig, layout: Layout, model: nn.Module, factor: float) -> float | dict[str, float]:
-    """Return the ``prior_std`` of a prior whose standard deviations are ``factor`` times those of the config's."""
-    stds = prior_stds(config, layout, model)
-    if not isinstance(stds, dict):
-        return factor * float(stds)
-    exact = config.prior_std is None  # its keys are names, and not expressions
-    return {f"^{re.escape(name)}$" if exact else name: factor * std for name, std in stds.items()}
+    """Return ``prior_scale * prior_std``. For a ``prior_std`` of None: 1, or in a model with LoRA {name: std}."""
+    stds: Any = config.prior_std
+    if stds is None:
+        default = {} if config.prior == "he" else lora_stds(model, layout)
+        scale = config.mode_prior_scale
+        named = {name: (1.0 if ".lora_A." in name else scale) * default.get(name, 1.0) for name in layout.names}
+        stds = named if default else 1.0
+    if isinstance(stds, dict):
+        return {name: config.prior_scale * std for name, std in stds.items()}
+    return config.prior_scale * stds
 
 
 def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:

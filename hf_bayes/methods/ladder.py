@@ -300,7 +300,9 @@ class _Ladder:
             "ladder_drawn_at": [self.rungs[index].temperature for index in state.ladder_drawn[0].tolist()],
         }
         fields = {"ladder": None, "temperature": chosen.temperature}
-        return FinalPassResult(self.finish(state, draws), report, None, fields, chosen.prior_scale)
+        if "prior_scale" in (self.config.ladder or {}):
+            fields["prior_scale"] = chosen.prior_scale
+        return FinalPassResult(self.finish(state, draws), report, None, fields)
 
     def _kept(self, state: Any, draws: Tensor) -> Tensor:
         """Return the draws [M, S, d] on the last rung; where the chains went back to if there are none."""

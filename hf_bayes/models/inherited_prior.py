@@ -107,10 +107,13 @@ def inherit(
 
 def _refuse_second_prior(method: MethodConfig) -> None:
     """Raise if the method's config sets a prior, too."""
-    if method.prior_std is not None or method.prior_mean != "zero" or method.prior != "gaussian":
+    fields = ("prior", "prior_std", "prior_scale", "prior_mean")
+    own = {name: getattr(method, name) for name in fields}
+    if any(value != getattr(MethodConfig, name) for name, value in own.items()):
+        given = ", ".join(f"{name}={value!r}" for name, value in own.items())
         raise ValueError(
-            f"{method.name}: prior={method.prior!r}, prior_std={method.prior_std!r}, prior_mean={method.prior_mean!r} "
-            "and another posterior are two priors: that one has its own mean and covariance. Leave these fields out"
+            f"{method.name}: {given} and another posterior are two priors: that one has its own mean and covariance. "
+            "Leave these fields out"
         )
 
 

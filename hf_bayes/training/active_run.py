@@ -253,7 +253,7 @@ class ActiveRun:
             self.objective.close()
         if parts[0].noise_std is not None:
             self.setup.model.likelihood = Normal(parts[0].noise_std)
-        self.method = settled(self.method, parts[0], self.setup.model)
+        self.method = settled(self.method, parts[0])
         names = parts[0].report
         report = {name: [value for part in parts for value in part.report[name]] for name in names}
         tell_ladder(self.method.name, parts[0], self.host)

@@ -11,9 +11,7 @@ from typing import Any
 from hf_bayes.chains.run import StepRecord
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import FinalPassResult, Info, Problem
-from hf_bayes.distributions.priors import scaled_stds
 from hf_bayes.methods.recommended import recommended
-from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.recognition import task_of
 from hf_bayes.objectives.own_settings import Settings
@@ -62,12 +60,9 @@ def tell_trial(settings: Settings, host: TrainerHost) -> None:
         host.say("%s: %s", what, settings.trial.describe())
 
 
-def settled(method: MethodConfig, result: FinalPassResult, model: BayesianModel) -> MethodConfig:
+def settled(method: MethodConfig, result: FinalPassResult) -> MethodConfig:
     """Return the config with what the run has found in place of what it began with."""
-    fields = dict(result.fields or {})
-    if result.prior_scale != 1:
-        fields["prior_std"] = scaled_stds(method, model.layout, model.model, result.prior_scale)
-    return replace(method, **fields) if fields else method
+    return replace(method, **result.fields) if result.fields else method
 
 
 def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost) -> None:
@@ -88,7 +83,8 @@ def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost) -> None:
             temperature,
         )
     words = "the posterior" if temperature == 1 else f"the posterior tempered at T = {temperature:g}, not the posterior"
-    host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, result.prior_scale)
+    scale = (result.fields or {}).get("prior_scale", 1.0)
+    host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, scale)
 
 
 def tell_departure(name: str, report: Mapping[str, Any], nll: float, host: TrainerHost) -> None:

@@ -91,6 +91,7 @@ def test_exact_kernels_refuse_batches(method: MethodConfig) -> None:
         ({"method": SGLDConfig}, r"method must be a config such as SGHMCConfig\(...\), got <class"),
         ({"method": SGLDConfig(prior_std=2.0)}, r"sample adds no prior, but sgld sets prior_std=2.0: put -log p"),
         ({"method": SGLDConfig(prior_std={".*": 1.0})}, r"sample adds no prior, but sgld sets prior_std={'"),
+        ({"method": SGLDConfig(prior_scale=2.0)}, r"sample adds no prior, but sgld sets prior_scale=2.0"),
         ({"method": SGLDConfig(prior="laplace")}, r"sample adds no prior, but sgld sets prior='laplace'"),
         ({"method": SGLDConfig(prior_mean="initial")}, r"sample adds no prior, but sgld sets prior_mean='initial'"),
         ({"method": SGLDConfig(temper="likelihood")}, r"got temper='likelihood', expected 'posterior'"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -190,6 +190,18 @@ def test_modes_have_a_wider_default_prior_beside_lora(method: MethodConfig) -> N
     for name in layout.names:
         assert wide[name] == pytest.approx((1 if "lora_A" in name else 4) * narrow[name])
     assert prior_stds(method, select(tiny_llama(), "last_layer"), tiny_llama()) == 1.0
+
+
+@pytest.mark.parametrize("prior_std", [None, 0.3, {"lora_A": 0.1, "lora_B": 0.2}])
+@pytest.mark.parametrize("prior", ["gaussian", "he"])
+def test_prior_scale_multiplies_given_and_default_stds(prior_std: Any, prior: PriorName) -> None:
+    model = with_lora(tiny_llama())
+    layout, start = select(model), torch.zeros(1)
+    one, four = (
+        build_prior(SGHMCConfig(prior=prior, prior_std=prior_std, prior_scale=scale), layout, start, model)
+        for scale in (1.0, 4.0)
+    )
+    torch.testing.assert_close(four.std, 4 * one.std)
 
 
 def test_the_default_of_lora_is_recorded_tensor_by_tensor() -> None:

@@ -40,7 +40,7 @@ def test_the_chains_of_a_rung_are_those_of_a_run_with_its_settings(
     trainer(tmp_path / "ladder", config(name, **WARM), watch, **changes).train()
     for rung, (temperature, scale) in enumerate(zip(*LADDER.values(), strict=True)):
         alone = Watch()
-        settings = {"ladder": None, "temperature": temperature, "prior_std": scale, **WARM}
+        settings = {"ladder": None, "temperature": temperature, "prior_scale": scale, **WARM}
         trainer(tmp_path / f"alone{rung}", config(name, **settings), alone, **changes).train()
         for ours, theirs in zip(watch.theta[: CHOICE - 1], alone.theta, strict=False):
             if changes:  # whitened coordinates: products with the roots of 2 and of 4 chains round differently
@@ -125,7 +125,7 @@ def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
     run.train()
     assert asked == [(2 * ladder.NUM_LOOKS, "all", 4 * run.method.draws_per_chain)] * 2
     temperature, scale = (values[best] for values in LADDER.values())
-    assert (run.method.temperature, run.method.prior_std, run.method.ladder) == (temperature, scale, None)
+    assert (run.method.temperature, run.method.prior_scale, run.method.ladder) == (temperature, scale, None)
     assert run.posterior.config.method == run.method.to_dict()
     law = run.posterior.config.diagnostics["kinetic_temperature_law"]
     assert law == pytest.approx(2 * temperature / 1.9, rel=0.05)  # beta = 0.9, and the learning rate falls
@@ -207,9 +207,11 @@ def test_bad_ladders_are_refused(ladder: Any, message: str) -> None:
         SGHMCConfig(num_chains=4, ladder=ladder)
 
 
-def test_a_ladder_replaces_the_temperature_and_needs_a_sampler() -> None:
+def test_a_ladder_replaces_its_settings_and_needs_a_sampler() -> None:
     with pytest.raises(ValueError, match=r"got temperature=0.5 as well"):
         config(temperature=0.5)
+    with pytest.raises(ValueError, match=r"the ladder chooses prior_scale, got prior_scale=2.0 as well"):
+        config(prior_scale=2.0)
     for name in (MAPConfig.name, LaplaceConfig.name):
         with pytest.raises(ValueError, match=f"{name} has no field 'ladder'"):
             from_dict({"name": name, "ladder": LADDER})

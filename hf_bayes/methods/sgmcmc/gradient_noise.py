@@ -51,8 +51,8 @@ class LangevinConfig(MethodConfig):
             law that it would have alone. Even functions, such as a variance, have the error of half as many chains.
             None: from ``MIRRORED_CHAINS`` chains on.
         ladder: settings of which held-out rows choose one during burn-in, as {"temperature": [1, 0.3, 0.1]},
-            {"prior_scale": [0.25, 1, 4]}, or both with lists of one length (``methods.ladder``). ``prior_scale`` is a
-            factor of the prior's standard deviations. Chains begin with the settings in turn.
+            {"prior_scale": [0.25, 1, 4]}, or both with lists of one length (``methods.ladder``). Chains begin with the
+            settings in turn.
     """
 
     measure_gradient_noise: bool | None = None
@@ -105,11 +105,12 @@ class LangevinConfig(MethodConfig):
                 f"{self.name}: a ladder of {count} rungs needs a chain for each, got num_chains={self.num_chains}: "
                 "raise num_chains, or leave rungs out"
             )
-        if "temperature" in ladder and self.temperature != type(self).temperature:
-            raise ValueError(
-                f"{self.name}: the ladder chooses the temperature, got temperature={self.temperature!r} as well: leave "
-                "one of the two out"
-            )
+        for name in ladder:
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"{self.name}: the ladder chooses {name}, got {name}={getattr(self, name)!r} as well: leave one of "
+                    "the two out"
+                )
 
     @property
     def requirements(self) -> Requirements:
