@@ -156,8 +156,8 @@ def make_trainer(
         args=BayesianTrainingArguments(
             output_dir=directory, max_steps=steps, per_device_train_batch_size=ROWS, minibatch="shared",
             trunk_memory_gib=trunk_memory_gib, map_updates=0,
-            learning_rate=1e-4 if method is None else None, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-            use_cpu=settings.device == "cpu",
+            learning_rate=1e-4 if method is None else None, logging_steps=1, save_strategy="no", report_to="none",
+            disable_tqdm=True, use_cpu=settings.device == "cpu",
         ),
         train_dataset=Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()}),
         **arguments,

@@ -186,8 +186,8 @@ class MethodArguments:
     method: str | None = field(
         default=None,
         metadata={
-            "help": "sghmc (default), ensemble, laplace and others; auto compares several. A wrong name lists all. The "
-            "comparison needs held-out rows, and these choose the temperature of the default, too."
+            "help": "sghmc, ensemble, laplace and others; auto compares several. Default: sghmc if held-out rows can "
+            "choose its temperature, otherwise ensemble. A wrong name lists all. auto needs held-out rows."
         },
     )
     method_args: dict[str, Any] | str | None = field(default=None, metadata={"help": "Fields of its config as JSON."})

@@ -2,8 +2,9 @@
 
 With few rows for each class the posterior at T = 1 predicts worse than its own mode, and with many it predicts best.
 Held-out rows can tell: a ladder begins with the posterior itself, and continues with lower temperatures under the wider
-prior that suits modes. Figures are in docs/results/recommend.md. A run that is too short for a ladder trains a deep
-ensemble: a sampler would spend most of such a run on its start.
+prior that suits modes. Figures are in docs/results/recommend.md. Where no T can be chosen, a run trains a deep
+ensemble: draws at T = 1 may predict much worse. So does a run that is too short for a ladder: a sampler would spend
+most of such a run on its start.
 """
 
 from __future__ import annotations
@@ -53,24 +54,21 @@ def recommended(
         num_processes: a ladder compares its chains, so one process needs all of them.
         inherits: as for ``on_ladder``.
     """
-    method = on_ladder(inherits=inherits)
+    method, held = on_ladder(inherits=inherits), num_heldout or 0
+    needs = method.requirements
+    least, most = needs.least_rows(unit), needs.most_rows(unit)
     if num_updates is not None and num_updates < LEAST_UPDATES:
-        return (
-            METHODS["ensemble"](num_chains=method.num_chains),
-            f"no method was given: a deep ensemble of {method.num_chains}, because the run has {num_updates} updates, "
-            f"and SGHMC needs {LEAST_UPDATES}. Train longer for draws from the posterior",
-        )
-    least, rungs = method.requirements.least_rows(unit), ", ".join(f"{value:g}" for value in TEMPERATURES)
-    if num_processes > 1:
-        reason = f"there are {num_processes} processes, and only a run in one process chooses T on held-out rows"
-    elif (num_heldout or 0) < least:
-        reason = f"a run with at least {least} held-out rows (got {num_heldout or 0}) would choose T on them"
+        reason = f"the run has {num_updates} updates, and SGHMC needs {LEAST_UPDATES}. Train longer"
+    elif num_processes > 1:
+        one = "the temperature T of SGHMC is chosen in a run of one process"
+        reason = f"there are {num_processes} processes, and {one}. Give a method"
+    elif held < least:
+        reason = f"the temperature T of SGHMC is chosen on {least} held-out rows or more (got {held}). Hold out more"
     else:
-        most = method.requirements.most_rows(unit)
-        number = f"{most} of {num_heldout}" if most is not None and most < (num_heldout or 0) else f"{num_heldout}"
+        number = f"{most} of {held}" if most is not None and most < held else f"{held}"
+        rungs = ", ".join(f"{value:g}" for value in TEMPERATURES)
         return method, f"no method was given: SGHMC, and {number} held-out rows choose T of {rungs}"
     return (
-        METHODS["sghmc"](num_chains=method.num_chains, draws_per_chain=DRAWS),
-        f"no method was given: SGHMC at the temperature T = 1; {reason}. With few rows for each class a lower T "
-        "predicts better",
+        METHODS["ensemble"](num_chains=method.num_chains),
+        f"no method was given: a deep ensemble of {method.num_chains}, because {reason} for draws of the posterior",
     )

@@ -30,16 +30,16 @@ def test_a_large_set_of_held_out_rows_is_read_in_part() -> None:
 @pytest.mark.parametrize(
     ("rows", "unit", "processes", "reason"),
     [
-        (199, "example", 1, r"at least 200 held-out rows \(got 199\) would choose T"),
-        (39, "token", 1, r"at least 40 held-out rows \(got 39\) would choose T"),
-        (None, "example", 1, r"at least 200 held-out rows \(got 0\)"),
-        (1000, "example", 2, "there are 2 processes, and only a run in one process chooses T"),
+        (199, "example", 1, r"chosen on 200 held-out rows or more \(got 199\). Hold out more"),
+        (39, "token", 1, r"chosen on 40 held-out rows or more \(got 39\)"),
+        (None, "example", 1, r"chosen on 200 held-out rows or more \(got 0\)"),
+        (1000, "example", 2, "there are 2 processes, and the temperature T of SGHMC is chosen in a run of one"),
     ],
 )
-def test_without_a_choice_it_is_the_posterior(rows: int | None, unit: str, processes: int, reason: str) -> None:
+def test_without_a_choice_it_is_an_ensemble(rows: int | None, unit: str, processes: int, reason: str) -> None:
     method, words = recommended(rows, unit=unit, num_processes=processes)
-    assert (method.temperature, method.ladder, method.num_chains) == (1.0, None, 4)
-    assert words.startswith("no method was given: SGHMC at the temperature T = 1; ")
+    assert method == EnsembleConfig(num_chains=4)
+    assert words.startswith("no method was given: a deep ensemble of 4, because ")
     assert re.search(reason, words)
 
 
@@ -52,6 +52,6 @@ def test_a_run_that_is_too_short_for_a_ladder_trains_an_ensemble() -> None:
     assert method == EnsembleConfig(num_chains=4)
     assert words == (
         "no method was given: a deep ensemble of 4, because the run has 106 updates, and SGHMC needs 107. Train longer "
-        "for draws from the posterior"
+        "for draws of the posterior"
     )
     assert recommended(500, num_updates=LEAST_UPDATES)[0] == on_ladder()

@@ -4,6 +4,7 @@ import logging
 import random
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def test_dropout_and_augmentation_warn_of_another_posterior(tmp_path: Path, capl
     ("config", "words"),
     [
         (ONE_DRAW, "this is the posterior of the dropout-averaged log-likelihood"),
+        (replace(ONE_DRAW, temperature=0.1), "this run tempers the log-likelihood averaged over its masks"),
         (HMCConfig(num_chains=2), "hmc evaluates it without"),
         (MAPConfig(), "this run optimises the log-likelihood averaged over its masks"),
         (MCDropoutConfig(), "inputs are dropped twice. Set it to 0"),
