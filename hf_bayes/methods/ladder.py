@@ -292,16 +292,14 @@ class _Ladder:
         """Return the draws, the held-out scores of the rungs, and the settings that were chosen."""
         if self.scales and draws.shape[1] == len(self.draws):  # a run that was stopped has fewer
             state = self._review(state, self.draws[-1], data_pass, self._kept(state, draws))
-        chosen = self.rungs[int(state.ladder_rung[0])]
+        index = int(state.ladder_rung[0])
         report = {
             "ladder_temperature": [rung.temperature for rung in self.rungs],
             "ladder_prior_scale": [rung.prior_scale for rung in self.rungs],
             "ladder_nll": state.ladder_nll[0].tolist(),
             "ladder_drawn_at": [self.rungs[index].temperature for index in state.ladder_drawn[0].tolist()],
         }
-        fields = {"ladder": None, "temperature": chosen.temperature}
-        if "prior_scale" in (self.config.ladder or {}):
-            fields["prior_scale"] = chosen.prior_scale
+        fields = {"ladder": None, "temperature": self.rungs[index].temperature, **self.config.rungs[index]}
         return FinalPassResult(self.finish(state, draws), report, None, fields)
 
     def _kept(self, state: Any, draws: Tensor) -> Tensor:
