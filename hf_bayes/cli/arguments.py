@@ -186,8 +186,8 @@ class MethodArguments:
     method: str | None = field(
         default=None,
         metadata={
-            "help": "sghmc, ensemble, laplace and others; auto compares several. Default: sghmc if held-out rows can "
-            "choose its temperature, otherwise ensemble. A wrong name lists all. auto needs held-out rows."
+            "help": "sghmc or ensemble (default), laplace and others; auto compares several. The default is sghmc if "
+            "held-out rows can choose its temperature. A wrong name lists all. auto needs held-out rows."
         },
     )
     method_args: dict[str, Any] | str | None = field(default=None, metadata={"help": "Fields of its config as JSON."})
