@@ -127,12 +127,10 @@ def _std_of(value: Any) -> Tensor:
 def check_method(method: MethodConfig, batches: Batches | None, *, has_prior: bool = False) -> None:
     """Refuse settings of the config that ``sample`` would have to ignore."""
     check_config(method)
-    none = {"prior": "gaussian", "prior_std": None, "prior_scale": 1.0, "prior_mean": "zero"}
-    setting = next((name for name, default in none.items() if getattr(method, name) != default), None)
-    if setting is not None:
+    for setting, value in method.given_prior.items():
         raise ValueError(
-            f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put "
-            f"-log p(theta) into the energy, or give prior=, and leave {setting} out"
+            f"sample adds no prior, but {method.name} sets {setting}={value!r}: put -log p(theta) into the energy, or "
+            f"give prior=, and leave {setting} out"
         )
     needs = method.requirements
     if needs.compares_chains or needs.heldout_setting:

@@ -135,6 +135,12 @@ class MethodConfig:
         return self.prior_std if isinstance(self.prior_std, dict) else None
 
     @property
+    def given_prior(self) -> dict[str, Any]:
+        """{name: value} of the fields of the prior that are not at their defaults."""
+        fields = ("prior", "prior_std", "prior_scale", "prior_mean")
+        return {name: getattr(self, name) for name in fields if getattr(self, name) != getattr(MethodConfig, name)}
+
+    @property
     def num_warm_start_steps(self) -> int:
         """``warm_start_steps`` as a number."""
         return self.warm_start_steps or 0

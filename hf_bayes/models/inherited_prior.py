@@ -107,13 +107,11 @@ def inherit(
 
 def _refuse_second_prior(method: MethodConfig) -> None:
     """Raise if the method's config sets a prior, too."""
-    fields = ("prior", "prior_std", "prior_scale", "prior_mean")
-    own = {name: getattr(method, name) for name in fields}
-    if any(value != getattr(MethodConfig, name) for name, value in own.items()):
-        given = ", ".join(f"{name}={value!r}" for name, value in own.items())
+    if method.given_prior:
+        given = ", ".join(f"{name}={value!r}" for name, value in method.given_prior.items())
         raise ValueError(
             f"{method.name}: {given} and another posterior are two priors: that one has its own mean and covariance. "
-            "Leave these fields out"
+            f"Leave out {', '.join(method.given_prior)}"
         )
 
 

@@ -210,7 +210,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unit": ({"data_unit": "sequence"}, "counts each token as a datum, this run each sequence"),
     "std": ({"method": MAPConfig(prior_std=1.0)}, "are two priors"),
     "mean": ({"method": MAPConfig(prior_mean="initial")}, "are two priors"),
-    "scale": ({"method": MAPConfig(prior_scale=2.0)}, "prior_scale=2.0, .* are two priors"),
+    "scale": ({"method": MAPConfig(prior_scale=2.0)}, "prior_scale=2.0 and another posterior are two priors"),
     "evidence": ({"method": LaplaceConfig(fit_prior="evidence")}, "would replace the posterior that is the prior"),
 }
 

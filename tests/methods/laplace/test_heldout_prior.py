@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_bayes import BayesianModelForSequenceClassification, LaplaceConfig, fit_laplace
+from hf_bayes.methods.laplace import heldout_prior
 from hf_bayes.methods.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
@@ -138,6 +139,25 @@ def test_a_descent_on_all_rows_ends_in_the_minimum() -> None:
     assert (found.log_factors - bowl.place).abs().max() < 1e-2  # slopes end at 1e-5 of the first
     assert found.report["rows"] == "all"
     assert bowl.asked < 60
+
+
+def test_a_descent_ends_at_its_smallest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flat(Bowl):
+        """A quartic: the steps of a descent become smaller by a constant factor."""
+
+        def __call__(self, where: Tensor, *, gradient: bool) -> tuple[float, Tensor | None]:
+            self.asked += 1
+            away = where.detach() - self.place
+            return float((self.scales * away**4).sum()), 4 * self.scales * away**3 if gradient else None
+
+    asked = []
+    for smallest in (10.0, heldout_prior.SMALLEST_STEP):
+        monkeypatch.setattr(heldout_prior, "SMALLEST_STEP", smallest)
+        flat = Flat([0.7, -1.3], [1.0, 0.3])
+        found = search(2, flat, None, at_map=lambda: 9.0)
+        asked.append(flat.asked)
+    assert asked[0] < asked[1]  # 10 ends it at the first step
+    assert (found.log_factors - flat.place).abs().max() < 0.05
 
 
 def test_the_other_half_of_the_rows_says_where_to_stop() -> None:
