@@ -48,6 +48,14 @@ def test_a_factor_by_labels_is_stored_and_lowers_the_nll(wide: Posterior, tmp_pa
     assert nll(tmp_path, calibrated=False) == pytest.approx(nll(wide), rel=1e-6)
 
 
+def test_a_factor_of_a_head_with_independent_outputs_is_found(tmp_path: Path) -> None:
+    """A diagonal covariance of the last layer alone: that of the outputs has the shape of their mean."""
+    laplace = LaplaceConfig(prior_std=0.3, check_gradient=False)
+    head = fit_laplace(tiny_bert(), runs.label_rows(10), laplace, subspace="last_layer")
+    fit_variance_factor(head, ROWS, base_model=tiny_bert()).save_pretrained(tmp_path)
+    assert nll(tmp_path) <= nll(head)
+
+
 def test_factors_of_layers_bring_the_uncertainty_of_members(wide: Posterior) -> None:
     found = fit_layer_factors(wide, ROWS, members=64, base_model=tiny_bert())
     factors = found.config.layer_factors

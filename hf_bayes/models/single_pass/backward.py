@@ -28,7 +28,7 @@ from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_predictors import member_outputs
-from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, owner_of, spread_along
+from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, moved_to, owner_of, spread_along
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
@@ -168,23 +168,30 @@ class BackwardPredictor:
             self._parts = None
 
     def _combined(self, model: BayesianModel, inputs: dict[str, Any]) -> Outputs:
-        """Return the outputs from U' S_l U [L, K, B, k, k] of each group, which the first call for a batch finds."""
+        """Return the outputs from what the first call for a batch finds: S of a single group, or U' S_l U of each."""
         assert self._parts is not None
         key, choose = tuple(map(id, inputs.values())), self._directions(model, {}).choose
         if key not in self._parts:
-            parts = []
-            for group in self._groups:
-                mean, spread = self._read(model, inputs, {path: float(path in group) for path in self.paths})
-                chosen = torch.stack([choose(one) for one in mean]).to(spread)
-                parts.append(chosen.mT @ spread @ chosen)
-            self._parts[key] = mean, torch.stack(parts)
-        mean, inner = self._parts[key]
-        factors = torch.tensor([self.factors.get(group[0], 1.0) for group in self._groups]).to(inner)
-        total = (factors.view(-1, *[1] * (inner.ndim - 1)) * inner).sum(0)
-        spreads = [spread_along(choose(one), own) for one, own in zip(mean, total, strict=True)]
-        return Outputs(mean, torch.stack(spreads))
+            each = [
+                self._read(model, inputs, {path: float(path in group) for path in self.paths}) for group in self._groups
+            ]
+            mean = each[0].mean
+            if len(each) == 1:  # S has the shape of the mean if the outputs are independent, as those of a head may be
+                self._parts[key] = mean, each[0].covariance[None]
+            else:
+                chosen = torch.stack([choose(one) for one in mean]).to(each[0].covariance)
+                self._parts[key] = mean, torch.stack([chosen.mT @ found.covariance @ chosen for found in each])
+        mean, parts = self._parts[key]
+        factors = torch.tensor([self.factors.get(group[0], 1.0) for group in self._groups]).to(parts)
+        total = (factors.view(-1, *[1] * (parts.ndim - 1)) * parts).sum(0)
+        if len(self._groups) == 1:
+            return Outputs(mean, total)
+        return Outputs(
+            mean, torch.stack([spread_along(choose(one), own) for one, own in zip(mean, total, strict=True)])
+        )
 
     def _read(self, model: BayesianModel, inputs: dict[str, Any], factors: Mapping[str, float]) -> Outputs:
+        self.gaussian = moved_to(model.theta, self.gaussian)
         return gaussian_outputs(model, self.gaussian, inputs, self._directions(model, factors))
 
     def _directions(self, model: BayesianModel, factors: Mapping[str, float]) -> Directions:
