@@ -1,7 +1,11 @@
-"""The models, runs and comparisons of ``device_paths``, and the register of its paths."""
+"""The models, runs and comparisons of the paths on an accelerator, and the register of these paths.
+
+The accelerator is a GPU where torch sees one, and otherwise the pretend device.
+"""
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +22,8 @@ from tests import tiny_models as models
 
 PATHS: dict[str, Callable[[Path], None]] = {}
 
-
-DEVICE = torch.device("privateuseone", 0)  # as the pretend device is called until it is loaded
+IS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if IS_GPU else "privateuseone", 0)  # as the pretend device is called until it is loaded
 
 
 def path(function: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -61,5 +65,17 @@ def trainer(folder: Path, method: MethodConfig, **changes: Any) -> Any:
 def assert_same(found: Tensor, expected: Tensor) -> None:
     """Check that a tensor on the device equals the result of the CPU."""
     assert found.device == DEVICE, found.device
-    # the CPU's own kernels, on rows that the package divides otherwise for an accelerator: sums in another order
+    # sums of float32 in another order: a GPU's, or the CPU's own on rows that the package divides otherwise
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def waits_of(work: Callable[[], Any]) -> int:
+    """Return how often the work waits for the device."""
+    with unittest.mock.patch.object(torch.accelerator, "synchronize", wraps=torch.accelerator.synchronize) as waited:
+        work()
+    return waited.call_count
+
+
+def random_state() -> list[int]:
+    """Return the state of the device's own generator; of the pretend device, the seeds that it was given."""
+    return torch.cuda.get_rng_state().tolist() if IS_GPU else list(torch.pretend.seeds)

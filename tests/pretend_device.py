@@ -51,8 +51,3 @@ def load(library: Path) -> None:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
-
-
-def waits() -> int:
-    """Return how often Python has waited for the device."""
-    return torch.ops.pretend.waits()

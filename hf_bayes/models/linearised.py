@@ -84,11 +84,16 @@ class Linearisation:
     link: str
 
     def gaussian_at(self, theta: Tensor) -> Gaussian:
-        """Return the Gaussian on the device and in the dtype of ``theta``; it is moved only if these have changed."""
-        means = self.gaussian.means
-        if (means.device, means.dtype) != (theta.device, theta.dtype):
-            self.gaussian = moved(self.gaussian, theta)
+        """Return the Gaussian where ``theta`` is, which is kept there."""
+        self.gaussian = moved_to(theta, self.gaussian)
         return self.gaussian
+
+
+def moved_to(theta: Tensor, gaussian: Gaussian) -> Gaussian:
+    """Return the Gaussian on the device and in the dtype of ``theta``; it is moved only if it is elsewhere."""
+    means = gaussian.means
+    here = (means.device, means.dtype) == (theta.device, theta.dtype)
+    return gaussian if here else moved(gaussian, theta)
 
 
 def linearisation_of(model: BayesianModel, link: str) -> Linearisation:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.number_checks import is_count
-from hf_bayes.distributions.covariance import Covariance
+from hf_bayes.distributions.covariance import Covariance, moved
 from hf_bayes.members.engine import Members
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.compat import attention_of
@@ -74,13 +74,23 @@ class SinglePass:
             )
         self.members, self.structure, self.deterministic_scores = members, structure, deterministic_scores
         self.rank, self.second_order = rank, second_order
-        drawn = rank if structure == "low_rank" else 0
-        self.num_leading = len(leading_columns(covariance, drawn)[0])
-        self.random = random_modules(members.stacked, members.layout, mean, covariance, drawn)
+        self.of_weights, self.num_drawn = (mean, covariance), rank if structure == "low_rank" else 0
+        self.num_leading = len(leading_columns(covariance, self.num_drawn)[0])
+        self._replace_random()
         self.set_factors(factors or {})
         random = {id(item.module) for item in members.stacked}
         others = [(m, frozen_forward(m)) for m in members.model.modules() if id(m) not in random]
         self.frozen = [(module, forward) for module, forward in others if forward is not None]
+
+    def _replace_random(self) -> None:
+        members, self.place = self.members, self._place_of_model()
+        self.random = random_modules(
+            members.stacked, members.layout, *self.of_weights, self.num_drawn, device=self.place[0]
+        )
+
+    def _place_of_model(self) -> tuple[torch.device, torch.dtype]:
+        like = next(self.members.core.parameters())
+        return like.device, like.dtype
 
     @property
     def paths(self) -> list[str]:
@@ -108,6 +118,10 @@ class SinglePass:
         """Within the block, the model computes moments. Afterwards its members are back."""
         members, context = self.members, self.members.context
         members.require_attached()
+        if self.place != self._place_of_model():  # the model was moved
+            factors = {module.path: module.factor for module in self.random}
+            self._replace_random()
+            self.set_factors(factors)
         bound = context.tensors, context.num_members
         for item in members.stacked:
             item.remove()
@@ -135,7 +149,7 @@ class SinglePass:
 
 
 def random_modules(
-    items: Iterable[Stacked], layout: Layout, mean: Tensor, covariance: Covariance, rank: int
+    items: Iterable[Stacked], layout: Layout, mean: Tensor, covariance: Covariance, rank: int, device: torch.device
 ) -> list[Any]:
     """Return the replacements of modules with random weights.
 
@@ -144,12 +158,13 @@ def random_modules(
         layout: of their random parameters.
         mean, covariance: of the random parameters.
         rank: the number of columns of the structure "low_rank"; 0 for the others.
+        device: of the modules; the Gaussian of a posterior is on the CPU, whatever the model is on.
     Raises:
         ValueError: naming a module without a rule.
     """
     draws = draws_of(covariance, layout, rank) if rank else {}
     columns, remainder = leading_columns(covariance, rank)
-    values, parts = layout.unflatten(mean.detach()), parts_of(remainder, layout)
+    values, parts = layout.unflatten(mean.detach()), parts_of(moved(remainder, device), layout)
     return [random_module(item, values, parts, 1.0, draws, len(columns)) for item in items]
 
 

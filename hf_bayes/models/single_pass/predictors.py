@@ -224,8 +224,9 @@ class SinglePassTokens:
     @contextmanager
     def open(self, model: BayesianModel) -> Iterator[None]:
         """Let the model compute moments until the end of the block."""
+        self.mean = self.mean.to(model.theta)
         with self.single.open(), model.current_members.restored(), torch.no_grad():
-            model.current_members.show(self.mean.to(model.theta), model.spread)
+            model.current_members.show(self.mean, model.spread)
             yield
 
     def predict(

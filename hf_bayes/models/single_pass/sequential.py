@@ -65,7 +65,7 @@ def sequential_outputs(
     items = stack(model, {id(parameters[name]): name for name in layout.names}, Context())
     rank = (rank or rank_for(covariance)) if structure == "low_rank" else 0
     settings = settings_of(structure)
-    random = {id(item.module): item for item in random_modules(items, layout, mean, covariance, rank)}
+    random = {id(item.module): item for item in random_modules(items, layout, mean, covariance, rank, x.device)}
     hidden: Any = x
     with naming_modules(model):
         for _, module in each:
