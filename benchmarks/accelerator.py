@@ -1,66 +1,90 @@
-"""A large model on a GPU: tokens per second, a training step, and memory, beside one plain model and a loop of peft."""
+"""A large model on a GPU: decoding, prefill, a training step, and memory, beside one plain model and a loop of peft."""
 
 from __future__ import annotations
 
-from dataclasses import astuple
+import gc
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from benchmarks.decode import NEW, PROMPT, bayesian, greedy, loop_of_adapters, with_adapters
-from benchmarks.harness import Line, Settings, Work, in_child, interleave, peak_memory
-from benchmarks.models import WHERE, Subject, tokens
+from benchmarks.harness import Line, Settings, compare, interleave, peak_memory
+from benchmarks.models import WHERE, tokens
+from benchmarks.prefill import LENGTH, ROWS, forward, loop
 from benchmarks.training import chain_step, make_trainer, plain_step
 
-SUBSPACES = (WHERE[0], WHERE[2])
+FEW = 4
+"""Members of the last block in full: each has a copy of all its weights, and in training a momentum and a gradient."""
 
 
 def measure(settings: Settings) -> list[Line]:
     """The lines of this group."""
     lines = []
-    for where in SUBSPACES:
-        lines += [_tokens_per_second(settings, where), chain_step(settings, where)]
-        lines += [_memory(settings, where, "decode"), _memory(settings, where, "training")]
+    for where, count in ((WHERE[0], settings.num_members), (WHERE[2], min(FEW, settings.num_members))):
+        some = replace(settings, num_members=count)
+        for part in (_predictions, _training):
+            lines += part(some, where)
+            _release_memory(settings.device)
     return lines
 
 
-def _tokens_per_second(settings: Settings, where: str) -> Line:
-    """Text that all members agreed on, per second; a loop exists for adapters only."""
-    plain = settings.subject.plain()
-    prompt = tokens(plain, 1, PROMPT)
-    works: dict[str, Work] = {"single": greedy(plain, prompt)}
-    works["ours"] = greedy(bayesian(settings, settings.num_members, where), prompt)
-    if where == WHERE[0]:
-        works["set_adapter"] = loop_of_adapters(with_adapters(settings, where), prompt, settings.num_members)
-    seconds = interleave(works, settings.rounds)
-    speed = {name: NEW / min(values) for name, values in seconds.items()}
-    work = f"decode, B=1, {where}, M={settings.num_members}"
-    return Line("accelerator", work, "tokens/s", speed.pop("ours"), others=speed, seconds=seconds)
-
-
-def _memory(settings: Settings, where: str, task: str) -> Line:
-    """Weights, caches and all, at the peak."""
-    kinds = ["ours", "single", *(["set_adapter"] if where == WHERE[0] and task == "decode" else [])]
-    peaks = {
-        kind: in_child(
-            "benchmarks.accelerator:peak", astuple(settings.subject), settings.num_members, where, task, kind
-        )
-        for kind in kinds
+def _predictions(settings: Settings, where: str) -> list[Line]:
+    """Decoding, whose text all members agreed on, its memory, and prefill; a loop exists for adapters only."""
+    subject, count = settings.subject, settings.num_members
+    makers: dict[str, Callable[[], Any]] = {
+        "single": subject.plain,
+        "ours": lambda: bayesian(settings, count, where),
     }
-    work = f"peak memory of {task}, {where}, M={settings.num_members}"
-    return Line("accelerator", work, "GB", peaks.pop("ours"), others=peaks)
+    if where == WHERE[0]:
+        makers["set_adapter"] = lambda: with_adapters(settings, where)
+    models: dict[str, Any] = {}
+    peaks = {}
+
+    def decode(kind: str) -> float:
+        if kind not in models:
+            models[kind] = makers[kind]()
+        model = models[kind]
+        prompt = tokens(model, 1, PROMPT)
+        return (loop_of_adapters(model, prompt, count) if kind == "set_adapter" else greedy(model, prompt))()
+
+    for kind in makers:
+        peaks[kind] = peak_memory(settings.device, lambda kind=kind: decode(kind)) / 1e9
+    decoding = interleave({kind: lambda kind=kind: decode(kind) for kind in makers}, settings.rounds)
+    ids = tokens(models["single"], ROWS, LENGTH)
+    reading = {kind: forward(model, ids) for kind, model in models.items() if kind != "set_adapter"}
+    if "set_adapter" in models:
+        reading["set_adapter"] = loop(models["set_adapter"], ids, count)
+    speed = {kind: NEW / min(seconds) for kind, seconds in decoding.items()}
+    others, named = tuple(kind for kind in makers if kind == "set_adapter"), f"{where}, M={count}"
+    return [
+        compare("accelerator", f"decode, {NEW} new tokens, B=1, {named}", decoding, others=others),
+        Line("accelerator", f"decode, B=1, {named}", "tokens/s", speed.pop("ours"), others=speed),
+        Line("accelerator", f"peak memory of decode, {named}", "GB", peaks.pop("ours"), others=peaks),
+        compare(
+            "accelerator", f"prefill {ROWS} x {LENGTH}, {named}", interleave(reading, settings.rounds), others=others
+        ),
+    ]
 
 
-def peak(fields: list[str], num_members: int, where: str, task: str, kind: str) -> float:
-    """GB, from before the model was there."""
-    settings = Settings(Subject(*fields), num_members, rounds=1)
-    return peak_memory(settings.device, lambda: _work(settings, where, task, kind)) / 1e9
+def _training(settings: Settings, where: str) -> list[Line]:
+    """A step of all chains, and the memory of a run of two steps: weights, caches and all, at the peak."""
+    line = replace(chain_step(settings, where), group="accelerator")
+    _release_memory(settings.device)
+    peaks = {}
+    for kind, work in (
+        ("ours", lambda: make_trainer(settings, where, steps=2).train()),
+        ("single", lambda: plain_step(settings.subject, where)()),
+    ):
+        peaks[kind] = peak_memory(settings.device, work) / 1e9
+        _release_memory(settings.device)
+    work = f"peak memory of training, {where}, M={settings.num_members}"
+    return [line, Line("accelerator", work, "GB", peaks.pop("ours"), others=peaks)]
 
 
-def _work(settings: Settings, where: str, task: str, kind: str) -> Any:
-    subject = settings.subject
-    if task == "training":
-        return make_trainer(settings, where, steps=2).train() if kind == "ours" else plain_step(subject, where)()
-    if kind == "set_adapter":
-        model = with_adapters(settings, where)
-        return loop_of_adapters(model, tokens(model, 1, PROMPT), settings.num_members)()
-    model = bayesian(settings, settings.num_members, where) if kind == "ours" else subject.plain()
-    return greedy(model, tokens(model, 1, PROMPT))()
+def _release_memory(device: str) -> None:
+    """Free models that only cycles hold, and what torch keeps of a GPU's memory."""
+    gc.collect()
+    if device != "cpu":
+        torch.accelerator.empty_cache()
