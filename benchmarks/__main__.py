@@ -20,7 +20,7 @@ from benchmarks.models import SHAPES, Subject
 GROUPS = {
     "cpu": ("decode", "prefill", "training", "uncertainty", "generation", "overhead", "laplace", "linearised",
             "single_pass", "updates"),
-    "cuda": ("accelerator",),
+    "cuda": ("accelerator", "generation", "uncertainty"),
 }  # fmt: skip
 SUBJECTS = {"cpu": ("30M", "float32", 8), "cuda": ("8B", "bfloat16", 10)}
 """Shape, dtype and M."""

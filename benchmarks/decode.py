@@ -98,7 +98,7 @@ def bayesian(settings: Settings, num_members: int, where: str) -> Any:
     return model.eval()
 
 
-def greedy(model: Any, prompt: Tensor, **kwargs: Any) -> Work:
+def greedy(model: Any, prompt: Tensor, *, num_new: int = NEW, **kwargs: Any) -> Work:
     """The steps after the prompt, by the model's own forward and cache."""
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ def greedy(model: Any, prompt: Tensor, **kwargs: Any) -> Work:
         output = model(prompt, use_cache=True, logits_to_keep=1, **kwargs)
         synchronize(prompt.device.type)
         start = time.perf_counter()
-        for _ in range(NEW):
+        for _ in range(num_new):
             token = output.logits[:, -1:].argmax(-1)
             output = model(token, past_key_values=output.past_key_values, use_cache=True, **kwargs)
         synchronize(prompt.device.type)
@@ -131,7 +131,7 @@ def with_adapters(settings: Settings, where: str) -> Any:
     return model
 
 
-def loop_of_adapters(model: Any, prompt: Tensor, count: int) -> Work:
+def loop_of_adapters(model: Any, prompt: Tensor, count: int, *, num_new: int = NEW) -> Work:
     """A loop over members in every step, as their mixture decides on the token; each with a cache of its own."""
 
     def step(caches: list[Any], ids: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def loop_of_adapters(model: Any, prompt: Tensor, count: int) -> Work:
         token = step(caches, prompt)
         synchronize(prompt.device.type)
         start = time.perf_counter()
-        for _ in range(NEW):
+        for _ in range(num_new):
             token = step(caches, token)
         synchronize(prompt.device.type)
         return time.perf_counter() - start

@@ -313,6 +313,7 @@ def main(out: str, library: str | None = None) -> None:
         pretend_device.load(Path(library))
         transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(DEVICE)
+    torch.backends.cudnn.allow_tf32 = False  # else a GPU's convolutions round their inputs to ten bits
     assert device_methods.__name__, "its paths are in the register"
     found: dict[str, str | None] = {}
     for name, function in PATHS.items():
