@@ -25,6 +25,7 @@ from hf_bayes.chains.support import is_outside_support
 from hf_bayes.chains.theta_form import Aux, Energy, Form
 from hf_bayes.core.anchors import at_each_point
 from hf_bayes.core.layout import per_tensor_mean
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import generator
 from hf_bayes.core.tensors import shape_in_words
 from hf_bayes.core.types import AllRows, Evaluation, Info
@@ -45,9 +46,9 @@ class EnergyObjective:
         batched: the energy is an unbiased estimate from a batch.
         form: the form of theta that the energy takes.
         all_batches: yields the batches of one pass over the data; None if the energy sees all data in every call.
-        positive: the curvature is for a preconditioner: a Hessian with the absolute values of its eigenvalues, or
-            of its diagonal, above a floor.
-        measures_noise: an evaluation on two batches or more estimates the variance of its gradient.
+        requirements: of the method. The curvature of a preconditioner is a Hessian with the absolute values of its
+            eigenvalues, or of its diagonal, above a floor. If the method needs the variance of the gradient, an
+            evaluation on two batches or more estimates it.
 
     Attributes:
         first_error: the first exception that was taken for a point outside the support.
@@ -64,12 +65,13 @@ class EnergyObjective:
         batched: bool,
         form: Form[Any] | None = None,
         all_batches: Callable[[], Iterable[Any]] | None = None,
-        positive: bool = False,
-        measures_noise: bool = False,
+        requirements: Requirements | None = None,
     ) -> None:
         self.energy, self.batched = energy, batched
         self.form: Form[Any] = Form(None) if form is None else form
-        self._all_batches, self._positive, self._measures_noise = all_batches, positive, measures_noise
+        self._all_batches = all_batches
+        needs = Requirements() if requirements is None else requirements
+        self._positive, self._measures_noise = needs.learning_rate == "whitening", needs.gradient_variance != "none"
         self.first_error: Exception | None = None
         self._aux_names: set[str] | None = None  # None before the first call
         self._start_is_checked = False

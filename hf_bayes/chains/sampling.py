@@ -104,9 +104,7 @@ def sample(
     )  # fmt: skip
     objective = EnergyObjective(
         energy, batched=batches is not None, form=form,
-        all_batches=plan.one_pass(batches, num_steps * batches_per_step),
-        positive=method.requirements.learning_rate == "whitening",
-        measures_noise=method.requirements.gradient_variance != "none",
+        all_batches=plan.one_pass(batches, num_steps * batches_per_step), requirements=method.requirements,
     )  # fmt: skip
 
     def trial(steps: int, prior_weight: float) -> float:

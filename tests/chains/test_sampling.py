@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_bayes.chains.energy_objective import EnergyObjective
 from hf_bayes.chains.sampling import sample
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import generator
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -214,7 +215,7 @@ def test_the_measured_noise_is_the_variance_of_the_mean() -> None:
     def energy(theta: Tensor, batch: Tensor) -> Tensor:
         return (theta * batch).sum(1)
 
-    objective = EnergyObjective(energy, batched=True, measures_noise=True)
+    objective = EnergyObjective(energy, batched=True, requirements=Requirements(gradient_variance="needed"))
     found = objective.evaluate(torch.ones(2, 4), list(values))
     assert found.grad_variance is not None
     assert found.grad_variance[:, 0].tolist() == pytest.approx(2 * [float(values.var() / 3)])
