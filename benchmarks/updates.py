@@ -35,7 +35,7 @@ ROUNDS = 5
 LEFT_OUT = {"sghmc", "full_rank_vi"}
 """Methods without a line: the one that others are compared with, and one for a few thousand parameters at most."""
 
-PERIODS = {"swag": 10, "ivon": 12}
+PERIODS = {"swag": 10, "ivon": 14}
 """Updates that are timed at once, where not one."""
 
 

@@ -100,7 +100,7 @@ class IVONConfig(GaussianVIConfig):
     name: ClassVar[str] = "ivon"
     momentum: float = 0.9
     precision_rate: float | None = None
-    pair_period: int | None = 12
+    pair_period: int | None = 14
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -138,7 +138,7 @@ def variances_of_curvature(target: Regression, *, count: int = 20_000) -> tuple[
 
 @pytest.mark.statistics
 def test_widths_scatter_by_the_noise_of_the_estimates() -> None:
-    target, averaged, period = Regression.with_prior(1.0), 1000, 12
+    target, averaged, period = Regression.with_prior(1.0), 1000, 14
     single, pair = variances_of_curvature(target)
     # the curvature's share is that of the rows, without replacement, and the draws add a tenth of it
     assert NUM_ROWS / 32 - 1 < 1.1 * single < 1.2 * (NUM_ROWS / 32 - 1)
@@ -151,7 +151,7 @@ def test_widths_scatter_by_the_noise_of_the_estimates() -> None:
         found.append(float(q.stds.log().var(0).mean().sqrt()))
         # 6 elements of 16 chains: 90 degrees of freedom, and 2.5 standard errors of 7 %
         assert found[-1] == pytest.approx(0.5 * math.sqrt(variance / averaged), rel=0.18)
-    assert found[0] > 1.15 * found[1]  # the twin: without pairs; a ratio of 1.31 is expected
+    assert found[0] > 1.15 * found[1]  # the twin: without pairs; a ratio of 1.26 is expected
 
 
 @pytest.mark.slow
