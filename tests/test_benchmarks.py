@@ -38,6 +38,15 @@ def test_the_document_shows_the_measured_laplace_torch_results() -> None:
     assert document == table.replaced(document, "laplace-torch", text), "run python -m benchmarks.laplace_torch"
 
 
+def test_the_readme_has_the_speeds_that_were_measured_on_a_gpu() -> None:
+    lines = json.loads((table.RESULTS / "cuda.json").read_text())["lines"]
+    (line,) = [line for line in lines if line["unit"] == "tokens/s" and "all layers" in line["work"]]
+    ours, single, loop = line["value"], line["others"]["single"], line["others"]["set_adapter"]
+    words = f"{ours:.0f} tokens a second](docs/benchmarks.md#a-gpu), the plain model {single:.0f}, and a loop over ten"
+    readme = " ".join((table.ROOT / "README.md").read_text().split())
+    assert f"{words} adapters {loop:.1f}." in readme
+
+
 def test_a_changed_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line("decode", "decode", "x single", 1.5, (1.4, 1.6), limit=1.9, others={"loop": 9.0})
     about = dict.fromkeys(
