@@ -154,7 +154,7 @@ def variational(scale: Scale) -> dict[str, Method]:
             lambda std: LowRankVIConfig(prior_std=prior(std), **warm(scale)), grid, {"low-rank VI, pairs": None}
         ),
         "ivon": Method(
-            lambda std: IVONConfig(prior_std=prior(std), pair_period=12, **warm(scale)),  # the default at that time
+            lambda std: IVONConfig(prior_std=prior(std), **warm(scale)),
             {"learning_rate": (0.003, 0.01, 0.03), "std": NARROW}, {"IVON": None},  # of Newton's step
         ),
     }  # fmt: skip

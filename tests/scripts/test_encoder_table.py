@@ -161,7 +161,7 @@ def test_runs_keep_to_the_budget_of_gradients() -> None:
     assert (updates["map"], gradients["map"]) == (40, 40)
     assert (updates["mean_field"], gradients["mean_field"]) == (80, 80)
     assert (updates["mean_field_pairs"], gradients["mean_field_pairs"]) == (40, 40)  # all of them are the warm start
-    assert (updates["ivon"], gradients["ivon"]) == (73, 40 + 33 + 3)  # one update in twelve takes a pair
+    assert (updates["ivon"], gradients["ivon"]) == (74, 40 + 34 + 3)  # one update in fourteen takes a pair
     assert (updates["ekf"], gradients["ekf"]) == (16, 16 / 4)  # gradients of one row, of batches of four
     assert (updates["ekf_passes"], gradients["ekf_passes"]) == (8 * 16, 8 * 16 / 4)
 
