@@ -12,6 +12,9 @@ BLOCK_ELEMENTS = 1 << 16
 About ten such blocks fit into the caches, and each of two cores gets enough work.
 """
 
+ACCELERATOR_ELEMENTS = 1 << 26
+"""The same on an accelerator: launching a kernel takes no time beside such a block, which is small beside its memory."""
+
 
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return ``function(*tensors)`` for a function of tensors [M, ..., d] that treats every column separately.
@@ -19,11 +22,12 @@ def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> 
     A tensor without axes, which is a number for all columns, is passed whole.
 
     A rule with forty elementary operations reads and writes [M, d] forty times. In blocks, the intermediate values stay
-    in the cache. On an accelerator there is one block, because a launch costs more there.
+    in the cache of a CPU, and take little memory of an accelerator.
     """
     dim = tensors[0].shape[-1]
-    width = max(1, BLOCK_ELEMENTS * dim // max(1, tensors[0].numel()))
-    if tensors[0].device.type != "cpu" or dim <= width:
+    most = BLOCK_ELEMENTS if tensors[0].device.type == "cpu" else ACCELERATOR_ELEMENTS
+    width = max(1, most * dim // max(1, tensors[0].numel()))
+    if dim <= width:
         return function(*tensors)
     results: tuple[Tensor, ...] = ()
     for start in range(0, dim, width):

@@ -79,12 +79,12 @@ def spare_generators(rngs: Rngs) -> list[torch.Generator]:
 
 def randn(rngs: Rngs, like: Tensor) -> Tensor:
     """Return standard normals [M, ...] of the shape, dtype and device of ``like``; row m uses generator m alone."""
-    return torch.stack([_randn(rng, like) for rng in rngs])
-
-
-def _randn(rng: torch.Generator, like: Tensor) -> Tensor:
-    drawn = torch.randn(like.shape[1:], generator=rng, dtype=like.dtype, device=like.device)
-    return -drawn if isinstance(rng, MirroredGenerator) else drawn
+    drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
+    for rng, row in zip(rngs, drawn, strict=True):
+        torch.randn(row.shape, generator=rng, out=row)
+        if isinstance(rng, MirroredGenerator):
+            row.neg_()
+    return drawn
 
 
 def rand(rngs: Rngs, like: Tensor) -> Tensor:

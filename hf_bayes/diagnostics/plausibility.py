@@ -22,7 +22,9 @@ def distance_moved(theta: Tensor, theta0: Tensor, prior_std: Tensor | float) -> 
         theta0: [M, d], the start of each chain.
         prior_std: broadcasts to [M, d].
     """
-    return ((theta - theta0) / prior_std).square().mean(1).sqrt()
+    widths = torch.as_tensor(prior_std, device=theta.device).expand_as(theta)
+    each = zip(theta, theta0, widths, strict=True)  # a chain at a time: theta may fill a third of a GPU's memory
+    return torch.stack([((row - start) / width).square().mean().sqrt() for row, start, width in each])
 
 
 def has_strayed(ratio: float | None) -> bool:
@@ -54,5 +56,6 @@ def strayed(
         return None
     allowed = (max(data_nats, 0.0) + start.numel() * max(temperature, prior_weight)) / prior_weight
     before = prior.log_prob(start[None]).double()
-    lost = torch.stack([before - prior.log_prob(theta.to(start)).double() for theta in draws.unbind(1)])
-    return lost.nan_to_num(nan=torch.inf, posinf=torch.inf).clamp_min(0).amax(0) / allowed
+    found = [[prior.log_prob(row[None].to(start)).double() for row in of_chain] for of_chain in draws]
+    lost = before - torch.stack([torch.cat(of_chain) for of_chain in found])
+    return lost.nan_to_num(nan=torch.inf, posinf=torch.inf).clamp_min(0).amax(1) / allowed

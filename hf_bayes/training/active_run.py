@@ -107,7 +107,7 @@ class ActiveRun:
         self.monitor = Monitor(
             model.layout.sizes,
             self.problem,
-            self.run.theta.clone(),
+            self.run.theta,
             warm_start=self.method.num_warm_start_steps,
             probe=self._probe(args.probe_steps or BayesianTrainingArguments.probe_steps),
             probe_steps=args.probe_steps,

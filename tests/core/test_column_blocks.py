@@ -33,6 +33,19 @@ def test_blocks_of_columns_give_what_the_whole_gives(size: int, monkeypatch: pyt
     assert max(widths[:-1]) == min(DIM, max(1, size // 3))
 
 
+def test_blocks_of_an_accelerator_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "ACCELERATOR_ELEMENTS", 4 * 50)
+    widths = []
+
+    def function(theta: Tensor) -> tuple[Tensor, ...]:
+        widths.append(theta.shape[1])
+        return (theta.square(),)
+
+    (found,) = in_blocks(function, torch.empty(4, DIM, device="meta"))
+    assert found.shape == (4, DIM)
+    assert widths == [50, 50, 3]
+
+
 @pytest.mark.parametrize("config", [MAPConfig(), MeanFieldConfig(), AGPSConfig(max_std=0.5)], ids=lambda c: c.name)
 def test_rules_do_not_depend_on_the_size_of_blocks(config: MethodConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def state() -> tuple[Tensor, ...]:

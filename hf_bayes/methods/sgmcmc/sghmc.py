@@ -216,8 +216,9 @@ class Dynamics:
             noise_std, noise_statistics = remaining_std(
                 noise_statistics, state.step, variance, problem, name=config.name, injected=injected, squared_step=h**2
             )
-        momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
-        theta = state.theta + step_size * momentum
+        # in place, because a temporary tensor takes as much memory as all chains
+        momentum = (decay * state.momentum).sub_(step_size * gradient).add_(randn(rngs, state.theta).mul_(noise_std))
+        theta = (step_size * momentum).add_(state.theta)
         moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, noise_statistics=noise_statistics)
         ratio = noise_ratio(variance, problem, injected=injected, squared_step=h**2)
         return moved, self.temperatures(momentum, state.theta, gradient, decay) | ratio
