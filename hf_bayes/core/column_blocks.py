@@ -13,7 +13,7 @@ About ten such blocks fit into the caches, and each of two cores gets enough wor
 """
 
 ACCELERATOR_ELEMENTS = 1 << 26
-"""The same on an accelerator: launching a kernel takes no time beside such a block, which is small beside its memory."""
+"""The same on an accelerator: a block takes longer than its launch, and is small beside the memory."""
 
 
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -31,12 +31,12 @@ FAULTS = (
     Fault("sghmc: the friction's sign", "methods/sgmcmc/sghmc.py",
           "decay = 1 - h * friction", "decay = 1 + h * friction", (SGD,)),
     Fault("sghmc: theta moves with the old momentum", "methods/sgmcmc/sghmc.py",
-          "theta = state.theta + step_size * momentum", "theta = state.theta + step_size * state.momentum",
+          "theta = (step_size * momentum)", "theta = (step_size * state.momentum)",
           (law("sghmc"), SGD)),
     Fault("sghmc: SGD's buffer is kept while the learning rate falls", "methods/sgmcmc/sghmc.py",
           """\
-        momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
-        theta = state.theta + step_size * momentum
+        momentum = (decay * state.momentum).sub_(step_size * gradient).add_(randn(rngs, state.theta).mul_(noise_std))
+        theta = (step_size * momentum).add_(state.theta)
         moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, noise_statistics=noise_statistics)
 """,
           """\
