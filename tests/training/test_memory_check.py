@@ -15,6 +15,9 @@ from tests import runs
 
 CPU = torch.device("cpu")
 
+NEEDED = (NUMBERS_PER_PARAMETER + 1) * 1000 * 4
+"""Bytes of a chain of 1,000 parameters in float32, with its draw."""
+
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -75,7 +78,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("limited", ["jobs/1", "jobs", ""])  # the group of the process, one around it, a container's
 def test_the_limit_of_a_container_counts(group: Any, free: Any, version: str, limited: str) -> None:
     free(10**9)
-    group(version, "jobs/1", limited, "48000")  # 48000 - 7000 + 3000 = 44000 bytes are left
+    group(version, "jobs/1", limited, str(NEEDED + 4000))  # of which 7000 are used, and 3000 of these count as free
     require_memory(1000, 1, SGHMCConfig(num_chains=1), CPU, 4)
     with pytest.raises(ValueError, match="free on the cpu"):
         require_memory(1001, 1, SGHMCConfig(num_chains=1), CPU, 4)
@@ -84,7 +87,7 @@ def test_the_limit_of_a_container_counts(group: Any, free: Any, version: str, li
 @pytest.mark.parametrize(("version", "limit"), [("", "max"), ("memory", "9223372036854771712")])
 def test_a_group_without_a_limit_leaves_the_machine(group: Any, free: Any, version: str, limit: str) -> None:
     group(version, "", "", limit)
-    free(44000)
+    free(NEEDED)
     require_memory(1000, 1, SGHMCConfig(num_chains=1), CPU, 4)
     with pytest.raises(ValueError, match="free on the cpu"):
         require_memory(1001, 1, SGHMCConfig(num_chains=1), CPU, 4)
