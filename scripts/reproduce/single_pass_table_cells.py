@@ -132,11 +132,10 @@ class Cell:
 
     def _trained(self) -> Posterior:
         prior = {"lora_": 0.1, "classifier": 1.0}
-        draws = {"num_draws": 1} if self.kind == "mean field" else {}
         with tempfile.TemporaryDirectory() as directory:
             trainer = BayesianTrainer(
                 model=self.task.model(self.seed),
-                method=TRAINED[self.kind](num_chains=1, prior_std=prior, **draws),
+                method=TRAINED[self.kind](num_chains=1, prior_std=prior),
                 args=BayesianTrainingArguments(
                     output_dir=directory, learning_rate=RATE, max_steps=self.updates, per_device_train_batch_size=BATCH,
                     map_updates=0, use_cpu=True, disable_tqdm=True, report_to="none", logging_strategy="no",
