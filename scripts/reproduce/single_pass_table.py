@@ -68,6 +68,7 @@ def experiment(args: Arguments, path: Path) -> dict[str, Any]:
                     spent = time.process_time()
                     own = make(cell)
                     found["ways"] |= {way: scores(sets, cell.labels) for way, sets in own.items()}
+                    found["verdict"] = cell.posterior.config.diagnostics.get("verdict")
                     found["seconds"] = round(found.get("seconds", 0) + time.process_time() - spent)
                     path.write_text(as_text(record))
                     shown = {way: {k: v for k, v in found["ways"][way].items() if "resampled" not in k} for way in own}
