@@ -121,9 +121,7 @@ class Cell:
         model = fine_tuned(self.task.model(self.seed), train, self.seed, self.updates)
         options: dict[str, Any] = {"fit_prior": "heldout"}
         if self.first is not None:
-            found = self.first.posterior.config
-            precisions = zip(found.parameters, found.diagnostics["laplace"][0]["prior_precision"], strict=True)
-            options = {"prior_std": {re.escape(str(name)): value**-0.5 for (name, _), value in precisions}}
+            options = {"prior_std": fitted_prior(self.first.posterior)}
         return fit_laplace(
             model, train, LaplaceConfig(structure=LAPLACE[self.kind], check_gradient=False, **options),
             collate=shortest, batch_size=BATCH, seed=self.seed,
@@ -146,6 +144,15 @@ class Cell:
             )  # fmt: skip
             trainer.train()
             return trainer.posterior
+
+
+def fitted_prior(posterior: Posterior) -> dict[str, float]:
+    """Return the standard deviation of the fitted prior of a Laplace approximation for each parameter, by its name."""
+    names = [re.escape(str(name)) for name, _ in posterior.config.parameters]
+    found = posterior.config.diagnostics["laplace"][0]["prior_precision"]
+    # the report has one number if all parameters have the same precision, as they have at the bound of the search
+    precisions = found if isinstance(found, list) else [found] * len(names)
+    return {name: value**-0.5 for name, value in zip(names, precisions, strict=True)}
 
 
 def fine_tuned(model: Any, rows: Rows, seed: int, updates: int) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from scripts.reproduce.single_pass_ranks import Group
 from scripts.reproduce.single_pass_table import mean_and_error
-from scripts.reproduce.single_pass_table_cells import batches, mixture
+from scripts.reproduce.single_pass_table_cells import batches, fitted_prior, mixture
 from scripts.reproduce.single_pass_table_scores import Found, scores
 
 
@@ -44,3 +46,10 @@ def test_scores_of_a_sure_prediction_are_zero() -> None:
     found = scores({"test": sure, "other": unsure}, torch.tensor([0, 1]))
     assert (found["accuracy"], found["nll"], found["aurc"]) == (1, 0, 0)
     assert found["auroc"]["other"] == {"total": 1, "epistemic": 1}
+
+
+@pytest.mark.parametrize(("report", "expected"), [(4.0, [0.5, 0.5]), ([4.0, 100.0], [0.5, 0.1])])
+def test_a_fitted_prior_is_read_for_each_parameter(report, expected) -> None:
+    diagnostics = {"laplace": [{"prior_precision": report}]}
+    posterior = SimpleNamespace(config=SimpleNamespace(parameters=[("a", [2]), ("b.c", [1])], diagnostics=diagnostics))
+    assert fitted_prior(posterior) == {"a": expected[0], r"b\.c": expected[1]}
