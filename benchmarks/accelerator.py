@@ -18,7 +18,6 @@ from benchmarks.training import chain_step, make_trainer, plain_step
 FEW = 4
 """Members of the last block in full: each has a copy of all its weights, and in training a momentum and a gradient."""
 
-
 NUM_NEW = 16
 """Tokens to decode: a loop over ten adapters takes half a second for one."""
 
@@ -35,39 +34,32 @@ def measure(settings: Settings) -> Iterator[Line]:
 def _predictions(settings: Settings, where: str) -> list[Line]:
     """Decoding, whose text all members agreed on, its memory, and prefill; a loop exists for adapters only."""
     subject, count = settings.subject, settings.num_members
-    makers: dict[str, Callable[[], Any]] = {
-        "single": subject.plain,
-        "ours": lambda: bayesian(settings, count, where),
-    }
+    makers: dict[str, Callable[[], Any]] = {"single": subject.plain, "ours": lambda: bayesian(settings, count, where)}
     if where == WHERE[0]:
         makers["set_adapter"] = lambda: with_adapters(settings, where)
-    models: dict[str, Any] = {}
-    peaks = {}
+    decoding, prefill, peaks = {}, {}, {}
 
-    def decode(kind: str) -> float:
-        if kind not in models:
-            models[kind] = makers[kind]()
-        model = models[kind]
-        prompt = tokens(model, 1, PROMPT)
+    def first(kind: str) -> None:
+        model = makers[kind]()
+        prompt, ids = tokens(model, 1, PROMPT), tokens(model, ROWS, LENGTH)
         if kind == "set_adapter":
-            return loop_of_adapters(model, prompt, count, num_new=NUM_NEW)()
-        return greedy(model, prompt, num_new=NUM_NEW)()
+            decoding[kind] = loop_of_adapters(model, prompt, count, num_new=NUM_NEW)
+            prefill[kind] = loop(model, ids, count)
+        else:
+            decoding[kind], prefill[kind] = greedy(model, prompt, num_new=NUM_NEW), forward(model, ids)
+        decoding[kind]()
 
     for kind in makers:
-        peaks[kind] = peak_memory(settings.device, lambda kind=kind: decode(kind)) / 1e9
-    decoding = interleave({kind: lambda kind=kind: decode(kind) for kind in makers}, settings.rounds)
-    ids = tokens(models["single"], ROWS, LENGTH)
-    reading = {kind: forward(model, ids) for kind, model in models.items() if kind != "set_adapter"}
-    if "set_adapter" in models:
-        reading["set_adapter"] = loop(models["set_adapter"], ids, count)
-    speed = {kind: NUM_NEW / min(seconds) for kind, seconds in decoding.items()}
-    others, named = tuple(kind for kind in makers if kind == "set_adapter"), f"{where}, M={count}"
+        peaks[kind] = peak_memory(settings.device, lambda kind=kind: first(kind)) / 1e9
+    seconds = interleave(decoding, settings.rounds)
+    speed = {kind: NUM_NEW / min(values) for kind, values in seconds.items()}
+    others, named = ("set_adapter",), f"{where}, M={count}"
     return [
-        compare("accelerator", f"decode, {NUM_NEW} new tokens, B=1, {named}", decoding, others=others),
+        compare("accelerator", f"decode, {NUM_NEW} new tokens, B=1, {named}", seconds, others=others),
         Line("accelerator", f"decode, B=1, {named}", "tokens/s", speed.pop("ours"), others=speed),
         Line("accelerator", f"peak memory of decode, {named}", "GB", peaks.pop("ours"), others=peaks),
         compare(
-            "accelerator", f"prefill {ROWS} x {LENGTH}, {named}", interleave(reading, settings.rounds), others=others
+            "accelerator", f"prefill {ROWS} x {LENGTH}, {named}", interleave(prefill, settings.rounds), others=others
         ),
     ]
 

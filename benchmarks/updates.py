@@ -23,6 +23,7 @@ from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.registry import METHODS, build
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.variational.ivon import IVONConfig
 
 CHAINS, DIM, TENSORS = 8, 2_000_000, 4
 SMALL = {"tiny": 20_000}
@@ -35,7 +36,7 @@ ROUNDS = 5
 LEFT_OUT = {"sghmc", "full_rank_vi"}
 """Methods without a line: the one that others are compared with, and one for a few thousand parameters at most."""
 
-PERIODS = {"swag": 10, "ivon": 14}
+PERIODS = {"swag": 10, "ivon": IVONConfig().pair_period}
 """Updates that are timed at once, where not one."""
 
 

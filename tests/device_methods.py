@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_bayes import (
     LaplaceConfig,
     Posterior,
     SGHMCConfig,
+    distil,
     fit_laplace,
     fit_variance_factor,
 )
@@ -102,12 +104,11 @@ def text_is_generated_in_single_passes(folder: Path) -> None:
 
 @path_of_each("classes", "tokens")
 def a_student_is_taught_and_asked(folder: Path, name: str) -> None:
-    distil_training.UPDATES = 30
     kind = BayesianModelForSequenceClassification if name == "classes" else BayesianModelForCausalLM
     rows = distilled.ROWS if name == "classes" else distilled.TEXTS
-    taught = distilled.distil(
-        distilled.ensemble(name), rows, base_model=distilled.base(name).to(DEVICE), batch_size=50, progress=False
-    )
+    base = distilled.base(name).to(DEVICE)
+    with unittest.mock.patch.object(distil_training, "UPDATES", 30):
+        taught = distil(distilled.ensemble(name), rows, base_model=base, batch_size=50, progress=False)
     taught.save_pretrained(folder)
     student = kind.from_pretrained(folder, base_model=distilled.base(name), prediction="distilled")
     expected = student(**models.batch())

@@ -46,9 +46,8 @@ class EnergyObjective:
         batched: the energy is an unbiased estimate from a batch.
         form: the form of theta that the energy takes.
         all_batches: yields the batches of one pass over the data; None if the energy sees all data in every call.
-        requirements: of the method. The curvature of a preconditioner is a Hessian with the absolute values of its
-            eigenvalues, or of its diagonal, above a floor. If the method needs the variance of the gradient, an
-            evaluation on two batches or more estimates it.
+        requirements: of the method. For a preconditioner the curvature is a Hessian with the absolute values of its
+            eigenvalues, or of its diagonal, above a floor. ``gradient_variance`` is estimated from two batches or more.
 
     Attributes:
         first_error: the first exception that was taken for a point outside the support.
@@ -63,15 +62,14 @@ class EnergyObjective:
         energy: Energy[Any],
         *,
         batched: bool,
+        requirements: Requirements,
         form: Form[Any] | None = None,
         all_batches: Callable[[], Iterable[Any]] | None = None,
-        requirements: Requirements | None = None,
     ) -> None:
-        self.energy, self.batched = energy, batched
+        self.energy, self.batched, self._all_batches = energy, batched, all_batches
         self.form: Form[Any] = Form(None) if form is None else form
-        self._all_batches = all_batches
-        needs = Requirements() if requirements is None else requirements
-        self._positive, self._measures_noise = needs.learning_rate == "whitening", needs.gradient_variance != "none"
+        self._positive = requirements.learning_rate == "whitening"
+        self._measures_noise = requirements.gradient_variance != "none"
         self.first_error: Exception | None = None
         self._aux_names: set[str] | None = None  # None before the first call
         self._start_is_checked = False
