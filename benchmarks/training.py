@@ -37,6 +37,7 @@ def measure(settings: Settings) -> list[Line]:
         natural_gradient_step(settings, WHERE[0], limit=1.1),
         natural_gradient_step(settings, WHERE[1], limit=1.1),
         _memory(settings),
+        _numbers(settings),
     ]
 
 
@@ -88,6 +89,19 @@ def _memory(settings: Settings) -> Line:
     value = (many["peak"] - many["stacked"]) / one["peak"]
     work = f"memory of training, LoRA on all layers, M={settings.num_members}, without the stacked parameters"
     return Line("training", work, "x one chain", value, limit=1.3)
+
+
+def _numbers(settings: Settings) -> Line:
+    """What a chain holds beside its passes, where it has so many parameters that the passes hardly count."""
+    count = 2 * settings.num_members
+    value = in_child("benchmarks.training:numbers_per_parameter", astuple(settings.subject), count)
+    return Line("training", f"memory of training, {WHERE[2]}, M={count}", "numbers per parameter", value, limit=10.5)
+
+
+def numbers_per_parameter(subject: list[str], num_chains: int) -> float:
+    """The numbers that a run of two steps holds at most for each random parameter of each chain."""
+    trainer = make_trainer(Settings(Subject(*subject), num_chains, rounds=1), WHERE[2], steps=2)
+    return peak_memory(trainer.bayesian.theta.device.type, trainer.train) / trainer.bayesian.theta.nbytes
 
 
 def step_memory(subject: list[str], num_chains: int) -> dict[str, int]:
