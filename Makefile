@@ -81,7 +81,7 @@ lint: $(STAMP)
 quickstart: $(STAMP)
 	$(BIN)/python scripts/quickstart.py
 
-# Ten to twenty idle minutes. BENCHMARK="--only decode --rounds 3" (see python -m benchmarks --help); POSTERIORS_PYTHON names
+# About 22 idle minutes. BENCHMARK="--only decode --rounds 3" (see python -m benchmarks --help); POSTERIORS_PYTHON names
 # the python of an environment with the package posteriors, which is then timed beside ours.
 benchmark: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCHMARK)
