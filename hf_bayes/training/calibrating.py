@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from hf_bayes.core.config import MethodConfig
 from hf_bayes.metrics.calibration import Calibration, require_enough
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.calibrating import calibration_of
@@ -21,6 +23,17 @@ from hf_bayes.uncertainty.likelihoods import Normal
 
 LEAST_ROWS = 200
 """The pass takes this many rows in any case, and otherwise a tenth of the run's gradients."""
+
+NEAR_MODES = 0.1
+"""The highest temperature T of a posterior whose members are trained networks, and not spread far around them.
+
+At a higher T the width of the posterior lowers the temperature of the mixture, however long the run."""
+
+TOO_SHORT, TOO_LONG = 0.95, 1.1
+"""The temperatures of a mixture below and above which a run says that another length may be better.
+
+Four times the updates made networks with t = 0.52 and 0.93 better, and those with t = 1 worse, which then had 1.2 to
+1.4 (four tasks, docs/results/recommend.md)."""
 
 
 def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
@@ -53,6 +66,32 @@ def require_calibration(host: TrainerHost, model: BayesianModel) -> None:
             f"calibrate=True fits a temperature of the mixture on held-out rows, and {reason}: leave it out"
         )
     require_enough(HeldOutData(host).count_terms(model))
+
+
+def tell_length(method: MethodConfig, found: Calibration, host: TrainerHost) -> None:
+    """Say what the temperature of the mixture tells about the length of a run whose members are near modes.
+
+    Args:
+        method: of the run.
+        found: the temperature t of the mixture, and its standard error.
+        host: writes the message.
+    """
+    t, margin, needs = found.temperature, 2 * found.log_std_error, method.requirements
+    near_modes = method.temperature <= NEAR_MODES and needs.draws_are_chain_states and not needs.drops_inputs
+    if not near_modes:
+        return
+    if t < TOO_SHORT and math.log(t) < -margin:
+        host.say(
+            "%s: a temperature of the mixture of %.3g, below 1, says that the networks are less sure than they could "
+            "be, as after too few updates. A longer run probably predicts better",
+            method.name, t,
+        )  # fmt: skip
+    elif t > TOO_LONG and math.log(t) > margin:
+        host.say(
+            "%s: a temperature of the mixture of %.3g, above 1, says that the networks are too sure, as after too many "
+            "updates. A shorter run probably predicts better",
+            method.name, t,
+        )  # fmt: skip
 
 
 def calibrate(active: ActiveRun) -> Calibration | None:

@@ -22,7 +22,7 @@ from hf_bayes.posteriors.model_card import CardFields, author_fields, write_card
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.calibrating import calibrate, predicting_as_loaded
+from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, tell_length
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Evaluation, Evaluator
@@ -127,6 +127,7 @@ class Outcome:
         if found is None:
             return
         active.host.say(found.describe())
+        tell_length(active.method, found, active.host)
         tell_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
         config = dataclasses.replace(posterior.config, calibration=found.to_dict())
         self.posterior = dataclasses.replace(posterior, config=config)

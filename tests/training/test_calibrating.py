@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 
-from hf_bayes import BayesianModelForSequenceClassification, Posterior
+from hf_bayes import BayesianModelForSequenceClassification, MCDropoutConfig, Posterior, SGHMCConfig
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
+from hf_bayes.metrics.calibration import Calibration
+from hf_bayes.training.calibrating import tell_length
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import tiny_bert
@@ -42,6 +45,32 @@ def test_a_run_ends_with_a_temperature_that_predictions_use(tmp_path: Path) -> N
     card = (tmp_path / "README.md").read_text()
     assert f"{stored['nll']:.4f}" in card
     assert f"{stored['calibrated_nll']:.4f}" in card
+
+
+@pytest.mark.parametrize(
+    ("method", "t", "log_std_error", "says"),
+    [
+        (EnsembleConfig(), 0.94, 0.02, "A longer run"),
+        (EnsembleConfig(), 0.94, 0.04, None),  # within two standard errors
+        (EnsembleConfig(), 0.96, 0.0, None),
+        (EnsembleConfig(), 1.11, 0.02, "A shorter run"),
+        (EnsembleConfig(), 1.11, 0.06, None),
+        (EnsembleConfig(), 1.09, 0.0, None),
+        (SGHMCConfig(temperature=0.1), 0.5, 0.02, "A longer run"),
+        (SGHMCConfig(temperature=0.3), 0.5, 0.02, None),  # the posterior is wide
+        (MCDropoutConfig(), 0.5, 0.02, None),
+    ],
+)
+def test_networks_that_are_not_sure_enough_need_a_longer_run(
+    method: Any, t: float, log_std_error: float, says: str | None
+) -> None:
+    found = Calibration(
+        temperature=t, log_std_error=log_std_error, nll=1.0, calibrated_nll=0.9, nll_std_error=0.01, num_terms=100,
+        num_members=4, prediction="members",
+    )  # fmt: skip
+    heard: list[str] = []
+    tell_length(method, found, SimpleNamespace(say=lambda message, *values: heard.append(message % values)))
+    assert [says in text and f"{t:.3g}" in text for text in heard] == ([True] if says else [])
 
 
 def test_map_with_a_temperature_is_a_method(tmp_path: Path) -> None:
