@@ -99,7 +99,7 @@ class Diagnosis:
             num_tensors=len(monitor.sizes),
             distance=means["distance_moved"],
             kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
-            heating=float(getattr(method, "heating", 0.0)) if "kinetic_temperature_ruled" in means else 0.0,
+            heating=float(getattr(method, "allowed_heating", 0.0)) if "kinetic_temperature_ruled" in means else 0.0,
             # a Gaussian through the path of an optimiser (swag) stands for the posterior at T = 1
             temperature=(method.temperature or 1.0) if spread else method.temperature if has_temperature else None,
             mirrored=active.mirrored,

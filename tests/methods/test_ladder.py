@@ -131,14 +131,18 @@ def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
     assert law == pytest.approx(2 * temperature / 1.9, rel=0.05)  # beta = 0.9, and the learning rate falls
 
 
-def test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode(tmp_path: Path) -> None:
-    run = trainer(tmp_path, config(ladder=None, temperature=1.0), learning_rate=None)
+@pytest.mark.parametrize(("heating", "of_step"), [(0.1, 0.5), (None, 1.0)])
+def test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode(
+    tmp_path: Path, heating: float | None, of_step: float
+) -> None:
+    """h^2 is proportional to T and to the heating, whose default is four times as large below T = 1."""
+    run = trainer(tmp_path, config(ladder=None, temperature=1.0, heating=heating), learning_rate=None)
     run.train()
     state, rule = run.run.state, run.run.method
     moved = rule.rescale(state, 0.25)
     assert torch.equal(moved.theta, state.origin + 0.5 * (state.theta - state.origin))
     assert torch.equal(moved.whitened_momentum, 0.5 * state.whitened_momentum)
-    assert torch.equal(moved.step_size, 0.5 * state.step_size)
+    torch.testing.assert_close(moved.step_size, of_step * state.step_size)
     assert torch.equal(moved.root, state.root)
     hotter = rule.rescale(state, 1e4)
     assert torch.all(hotter.step_size == 0.2)  # the largest step that discretises well

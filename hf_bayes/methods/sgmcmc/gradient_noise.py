@@ -26,6 +26,13 @@ MIRRORED_CHAINS = 8
 """The number of chains from which pairs of them are mirror images by default. With fewer, variances would be the
 estimates of one to three pairs, and R-hat, which takes chains to be independent, would be too large."""
 
+HEATING, HEATING_OF_TEMPERED = 0.1, 0.4
+"""The shares of T that the noise of minibatches may add by default, at T = 1 and at lower T.
+
+With the first one, chains at a low T hardly move: the relaxation is inversely proportional to heating times T. Their
+law is not the posterior in any case, so it need not be as exact. On real data the second one makes epistemic
+uncertainty a better detector of other inputs, and ten times the first one is too much (docs/results/recommend.md)."""
+
 LEAST_HELDOUT, MOST_HELDOUT = 200, 600
 """The held-out rows that a ladder needs, and those that it reads. Every chain is scored on them at every temperature,
 so a large set would cost more than the run itself."""
@@ -42,7 +49,7 @@ class LangevinConfig(MethodConfig):
             micro-batches; with a single one, in about every hundredth update, from the two halves of its rows, at the
             cost of half a gradient each. False: never.
         heating: the share of T that the noise of minibatches may add, where the run has no learning rate and the method
-            finds its step size (``whitening``).
+            finds its step size (``whitening``). None: ``HEATING`` at T = 1 and above, ``HEATING_OF_TEMPERED`` below.
         whitening: the structure of the curvature whose inverse root gives the coordinates of such a run, "diagonal",
             "kronecker" or, for few parameters, "full". None takes "kronecker" where its bases hold at most
             ``MAX_BASIS`` numbers a chain; in ``sample``, "full" for at most ``energy_settings.MAX_DENSE`` parameters.
@@ -56,7 +63,7 @@ class LangevinConfig(MethodConfig):
     """
 
     measure_gradient_noise: bool | None = None
-    heating: float = 0.1
+    heating: float | None = None
     whitening: Literal["diagonal", "kronecker", "full"] | None = None
     mirrored: bool | None = None
     ladder: dict[str, list[float]] | None = None
@@ -70,8 +77,16 @@ class LangevinConfig(MethodConfig):
             self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
         if self.mirrored is not None:
             self._check_flag("mirrored", self.mirrored)
-        self._check_number("heating", self.heating, minimum=0.0, strict=True)
+        if self.heating is not None:
+            self._check_number("heating", self.heating, minimum=0.0, strict=True)
         self._check_choice("whitening", self.whitening, (None, "diagonal", "kronecker", "full"))
+
+    @property
+    def allowed_heating(self) -> float:
+        """``heating``, or its default for the temperature."""
+        if self.heating is not None:
+            return self.heating
+        return HEATING if self.temperature >= 1 else HEATING_OF_TEMPERED
 
     @property
     def rungs(self) -> list[dict[str, float]]:

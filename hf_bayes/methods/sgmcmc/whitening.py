@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -209,8 +209,10 @@ class WhitenedSampler:
     def rescale(self, state: Any, ratio: float) -> Any:
         """Return the state of the same chains at ``ratio`` times the temperature: in v, a Gaussian around theta_0."""
         factor = math.sqrt(ratio)
+        there = replace(self.config, temperature=round(ratio * self.config.temperature, 12))  # rounded: T = 1 is exact
         own = _with_path(_own(state), step_control.moved(_path(state)))
-        own = own._replace(step_size=(factor * state.step_size).clamp_max(MAX_STEP))
+        step_size = math.sqrt(_allowed_of(there) / self._allowed) * state.step_size
+        own = own._replace(step_size=step_size.clamp_max(MAX_STEP))
         theta = state.origin + factor * (state.theta - state.origin)
         return _joined(theta, own, self.sampler.rescale(inner_state(state), ratio))
 
@@ -259,8 +261,7 @@ class WhitenedSampler:
     @property
     def _allowed(self) -> float:
         """h^2 V of the heating that is allowed."""
-        friction = 1 - float(getattr(self.config, "momentum", 0.0))
-        return 2 * self.config.heating * self.config.temperature * friction
+        return _allowed_of(self.config)
 
     def _path_after(self, state: Any, gradient: Tensor) -> PathNoise:
         """Return the noise along the way with the gradient of one more update."""
@@ -308,6 +309,12 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
     share = 1.0 if problem.update_fraction is None else PASS_SHARE * problem.num_steps * problem.update_fraction
     estimator = drawn_or_empirical(problem.lacks)
     return roots, CurvatureSpec(estimator=estimator, structure=structure, share=min(1.0, share))
+
+
+def _allowed_of(config: LangevinConfig) -> float:
+    """Return h^2 V of the heating that is allowed."""
+    friction = 1 - float(getattr(config, "momentum", 0.0))
+    return 2 * config.allowed_heating * config.temperature * friction
 
 
 def _ruled_by_data(roots: Roots, packed: Tensor, problem: Problem) -> Tensor:

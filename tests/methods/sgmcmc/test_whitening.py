@@ -14,7 +14,7 @@ from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.types import Evaluation
 from hf_bayes.methods.sgmcmc import step_control, whitening
 from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots
-from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
+from hf_bayes.methods.sgmcmc.gradient_noise import HEATING, HEATING_OF_TEMPERED, LangevinConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.whitening import MAX_STEP, num_measured
@@ -111,6 +111,20 @@ def test_the_step_size_is_that_of_the_allowed_heating() -> None:
     expected = (2 * 0.05 * 0.5 * 0.2 / found["gradient_variance"]).sqrt()
     torch.testing.assert_close(found["step_size"], expected)
     torch.testing.assert_close(found["relaxation"], 0.2 / expected.square())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, HEATING),
+        ({"temperature": 2.0}, HEATING),
+        ({"temperature": 0.99}, HEATING_OF_TEMPERED),
+        ({"temperature": 0.1, "heating": 0.2}, 0.2),
+        ({"heating": 0.3}, 0.3),
+    ],
+)
+def test_more_heating_is_allowed_below_the_posteriors_temperature(settings: dict[str, float], expected: float) -> None:
+    assert SGHMCConfig(**settings).allowed_heating == expected
 
 
 def test_exact_gradients_get_the_largest_step() -> None:
