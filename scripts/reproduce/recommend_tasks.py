@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Task:
         others: rows that are not like the training rows, by name.
         case: the evaluation.
         batch: rows of a minibatch.
+        gradients: of each chain.
     """
 
     model: Callable[[int], PeftModel]
@@ -59,10 +60,17 @@ class Task:
     others: dict[str, Dataset]
     case: Case
     batch: int = 32
+    gradients: int = 300
 
 
-def clinc(data: Path, layers: Sequence[int] | None = None) -> Task:
-    """Return CLINC150 (Larson et al. 2019) with ten training rows an intent. Others: its out-of-scope queries."""
+def clinc(data: Path, layers: Sequence[int] | None = None, *, per_intent: int = 10) -> Task:
+    """Return CLINC150 (Larson et al. 2019). Others: its out-of-scope queries.
+
+    Args:
+        data: folder with clinc150/data_full.json and tinyshakespeare/input.txt.
+        layers: those with LoRA; None means all.
+        per_intent: training rows of an intent. The number of passes over the rows does not depend on it.
+    """
     content = json.loads((data / "clinc150" / "data_full.json").read_text())
     intents = sorted({intent for _, intent in content["train"]})
     numbers = {intent: number for number, intent in enumerate(intents)}
@@ -76,9 +84,10 @@ def clinc(data: Path, layers: Sequence[int] | None = None) -> Task:
         random.Random(0).shuffle(rows)
         return rows
 
-    rows = {"train": take("train", 10), "heldout": take("val", 4), "test": take("test", 7)}
+    rows = {"train": take("train", per_intent), "heldout": take("val", 4), "test": take("test", 7)}
     others = {"out of scope": [text for text, _ in content["oos_test"]], **verses(data)}
-    return _of_encoder(rows, others, CLASS_CASE, {"num_labels": len(intents)}, layers)
+    task = _of_encoder(rows, others, CLASS_CASE, {"num_labels": len(intents)}, layers)
+    return replace(task, gradients=task.gradients * per_intent // 10)
 
 
 def debian(data: Path, layers: Sequence[int] | None = None) -> Task:

@@ -30,7 +30,7 @@ NAME = "single_pass_table"
 BLOCKS = [4, 5]
 """The last two of the encoder's six blocks."""
 
-TASKS = {"debian": debian, "clinc": clinc, "clinc, 800 updates": clinc}
+TASKS = {"debian": debian, "debian, 800 updates": debian, "clinc": clinc, "clinc, 800 updates": clinc}
 RIVALS = ("mean network", "single pass")
 """The predictions whose NLL or AURC is subtracted."""
 

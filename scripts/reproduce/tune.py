@@ -30,7 +30,7 @@ from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import default_candidates
 from hf_bayes.training.tuning.record import Trial
 from hf_bayes.training.tuning.tune import finalist_folder
-from scripts.reproduce.recommend import GRADIENTS, tasks
+from scripts.reproduce.recommend import tasks
 from scripts.reproduce.recommend import Arguments as TaskArguments
 from scripts.reproduce.recommend_tasks import Task
 from scripts.reproduce.report import as_text, continued, paired_difference, table
@@ -55,7 +55,7 @@ def run(task: Task) -> dict[str, Any]:
             tuning = tune(
                 task.model(0),
                 BayesianTrainingArguments(
-                    output_dir=directory, max_steps=GRADIENTS, per_device_train_batch_size=task.batch,
+                    output_dir=directory, max_steps=task.gradients, per_device_train_batch_size=task.batch,
                     per_device_eval_batch_size=100, minibatch="shared", trunk_memory_gib=2, map_updates=0, use_cpu=True,
                     disable_tqdm=True, report_to="none", logging_strategy="no", save_strategy="no",
                 ),

@@ -34,7 +34,7 @@ def task(tmp_path: Path) -> Task:
         })  # fmt: skip
 
     sets = {"train": rows(64, 0), "heldout": rows(200, 1), "test": rows(30, 2)}
-    return Task(model, sets, {}, CLASS_CASE, batch=8)
+    return Task(model, sets, {}, CLASS_CASE, batch=8, gradients=60)
 
 
 def test_test_rows_judge_the_finalists(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,6 @@ def test_test_rows_judge_the_finalists(task: Task, monkeypatch: pytest.MonkeyPat
         Candidate("deep ensemble", EnsembleConfig(num_chains=2), 1e-3, 2),
         Candidate("too fast", MAPConfig(), 1e30, 1),
     ]
-    monkeypatch.setattr(tune, "GRADIENTS", 60)
     monkeypatch.setattr(tune, "default_candidates", candidates)
     found = tune.run(task)
     methods = [run["method"] for run in found["finalists"]]

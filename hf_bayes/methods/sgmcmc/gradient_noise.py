@@ -30,8 +30,8 @@ HEATING, HEATING_OF_TEMPERED = 0.1, 0.4
 """The shares of T that the noise of minibatches may add by default, at T = 1 and at lower T.
 
 With the first one, chains at a low T hardly move: the relaxation is inversely proportional to heating times T. Their
-law is not the posterior in any case, so it need not be as exact. On real data the second one makes epistemic
-uncertainty a better detector of other inputs, and ten times the first one is too much (docs/results/recommend.md)."""
+law is not the posterior in any case, so it need not be as exact. On seven real tasks the second one makes predictions
+as good or better (docs/results/recommend.md)."""
 
 LEAST_HELDOUT, MOST_HELDOUT = 200, 600
 """The held-out rows that a ladder needs, and those that it reads. Every chain is scored on them at every temperature,
