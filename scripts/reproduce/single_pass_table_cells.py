@@ -47,7 +47,7 @@ STEPS, RATE, BATCH = 200, 3e-3, 32
 """The updates, the learning rate and the rows of a minibatch of a training."""
 
 LONG = {"clinc, 800 updates": 800, "debian, 800 updates": 800}
-"""Tasks with another number of updates: 150 intents are not learned in 200, and eight sections are overfitted in 800."""
+"""Tasks with another number of updates: 150 intents are not learned in 200, and 800 overfit eight sections."""
 
 PRIOR_ROWS = 200
 """The number of held-out rows from which a prior is chosen. The other held-out rows fit temperatures and factors."""

@@ -30,8 +30,8 @@ from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import default_candidates
 from hf_bayes.training.tuning.record import Trial
 from hf_bayes.training.tuning.tune import finalist_folder
-from scripts.reproduce.recommend import tasks
 from scripts.reproduce.recommend import Arguments as TaskArguments
+from scripts.reproduce.recommend import tasks
 from scripts.reproduce.recommend_tasks import Task
 from scripts.reproduce.report import as_text, continued, paired_difference, table
 
