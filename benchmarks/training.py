@@ -92,14 +92,14 @@ def _memory(settings: Settings) -> Line:
 
 
 def _numbers(settings: Settings) -> Line:
-    """What a chain holds beside its passes, where it has so many parameters that the passes hardly count."""
+    """Return the memory of a chain with so many parameters that its passes hardly count."""
     count = 2 * settings.num_members
     value = in_child("benchmarks.training:numbers_per_parameter", astuple(settings.subject), count)
     return Line("training", f"memory of training, {WHERE[2]}, M={count}", "numbers per parameter", value, limit=10.5)
 
 
 def numbers_per_parameter(subject: list[str], num_chains: int) -> float:
-    """The numbers that a run of two steps holds at most for each random parameter of each chain."""
+    """Return the largest number of floats that a run of two steps holds, for each random parameter of each chain."""
     trainer = make_trainer(Settings(Subject(*subject), num_chains, rounds=1), WHERE[2], steps=2)
     return peak_memory(trainer.bayesian.theta.device.type, trainer.train) / trainer.bayesian.theta.nbytes
 

@@ -69,7 +69,7 @@ def require_calibration(host: TrainerHost, model: BayesianModel) -> None:
 
 
 def tell_length(method: MethodConfig, found: Calibration, host: TrainerHost) -> None:
-    """Say what the temperature of the mixture tells about the length of a run whose members are near modes.
+    """Log if the run is probably too short or too long: the temperature of the mixture shows it, near modes.
 
     Args:
         method: of the run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,10 +74,12 @@ def test_networks_that_are_not_sure_enough_need_a_longer_run(
     assert [says in text and f"{t:.3g}" in text for text in heard] == ([True] if says else [])
 
 
-def test_map_with_a_temperature_is_a_method(tmp_path: Path) -> None:
+def test_map_with_a_temperature_is_a_method(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = trainer(tmp_path, MAPConfig(prior_std=3.0))
-    run.train()
+    with caplog.at_level(logging.INFO, logger="hf_bayes"):
+        run.train()
     assert run.posterior.config.calibration["temperature"] > 1.2
+    assert "A shorter run probably predicts better" in caplog.text  # it has learnt ten rows by heart
 
 
 def test_the_map_estimate_beside_has_its_own_temperature(tmp_path: Path) -> None:
