@@ -18,9 +18,9 @@ from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import Problem
 from hf_bayes.diagnostics.ruled_spread import RuledSpread
 from hf_bayes.diagnostics.verdict import Diagnostics
-from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_likelihood, check_sizes, require_rows
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.attaching import refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel

@@ -1,8 +1,9 @@
 """The member axis in a live transformers model: stacked modules, folded rows, and one trunk for all members.
 
 ``engine.Members`` gives a model M members in place. Random parameters get a member axis, frozen weights are shared, and
-the layers before the first random one run once for all members. ``compat`` lists the names of host libraries that this
-relies on.
+the layers before the first random one run once for all members. ``mesh`` divides chains and rows of data over several
+processes, and ``member_sums`` averages the predictions of members that different processes hold. ``compat`` lists the
+names of host libraries that this relies on.
 """
 
 from hf_bayes.members.engine import FOLDED_ROWS, Members

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.members import Members
 from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.locking import CopyableLock
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.quantised import guard
 from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of, stored_temperature

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes.distributed.member_sums import DistributedMembers, LocalMembers
+from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
 
 
 class CurrentMembers:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.rng import generator
-from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models import predictives
 from hf_bayes.models.predictives import MemberClasses, MemberPredictive
 from hf_bayes.models.predictors import Predictive

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.members.cache import reorder_cache, require_rows
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.causal_members import CausalMembers
 from hf_bayes.models.generation_refusals import refuse_unsupported
 from hf_bayes.models.input_check import InputCheck, require_ids

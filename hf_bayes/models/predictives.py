@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.metrics import per_row_statistics
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.uncertainty.decomposition import Prediction

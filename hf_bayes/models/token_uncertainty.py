@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import BaseStreamer  # type: ignore[attr-defined]
 
-from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.uncertainty.decomposition import Prediction
 from hf_bayes.uncertainty.likelihoods import widened
 

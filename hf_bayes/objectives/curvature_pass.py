@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.covariance import moved
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.members.module_hooks import LayerHooks, pieces
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.methods.laplace.accumulators import GradientSum

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from hf_bayes.core.types import HeldOut, HeldOutByRow
 from hf_bayes.diagnostics.comparison import RowScores
-from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.members.evaluation_mode import evaluating
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 
 Nats = TypeVar("Nats", float, Tensor)

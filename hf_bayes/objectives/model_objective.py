@@ -18,8 +18,8 @@ from hf_bayes.core.anchors import at_each_point
 from hf_bayes.core.rng import seed_of
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.core.types import AllRows, Evaluation, HeldOut, HeldOutByRow
-from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.members.inputs import num_rows_of
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.all_rows import gradient_of_all_rows

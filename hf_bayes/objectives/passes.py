@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale

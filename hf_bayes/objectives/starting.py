@@ -13,10 +13,10 @@ from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import burn_in_steps, draw_steps
 from hf_bayes.core.types import Kernel, Problem, Rule
-from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.distributions.priors import build_prior
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.registry import build, generators_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_scale import DataScale

@@ -15,9 +15,9 @@ from transformers import SchedulerType
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Approximation, FinalPassResult
 from hf_bayes.diagnostics.ruled_spread import RuledSpread
-from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods.registry import mirrors_chains
 from hf_bayes.models.statistics import with_statistics

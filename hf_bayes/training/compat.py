@@ -25,7 +25,7 @@ from transformers import DefaultFlowCallback, ProgressCallback, Trainer, Trainin
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.training import checkpoints
 from hf_bayes.training.arguments import BayesianTrainingArguments
 

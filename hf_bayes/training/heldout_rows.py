@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.posteriors.tasks import TASKS

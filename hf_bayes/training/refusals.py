@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import seed_of
-from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.packing import first_documents, is_flattened, refuse_mixed_documents
 from hf_bayes.objectives.batches import PAD_ROWS, ChainBatches, FullPasses

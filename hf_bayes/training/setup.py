@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.distributed.member_sums import DistributedMembers, LocalMembers
-from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited, inherit

@@ -11,7 +11,7 @@ from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader
 
 from hf_bayes.core.rng import generator
-from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.batches import WholeUpdates
 from hf_bayes.objectives.data_rows import in_words

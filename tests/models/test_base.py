@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GPT2Model
 
 from hf_bayes.core.layout import select
-from hf_bayes.distributed import member_sums as spread
+from hf_bayes.members import member_sums as spread
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models import custom_predictives, predictives
 from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences

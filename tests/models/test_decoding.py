@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.token_uncertainty import GenerationTrace, TokenRecord, record, to_scores
 from hf_bayes.uncertainty.decomposition import Prediction, predict

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hf_bayes import BayesianModelForCausalLM, LaplaceConfig, attach, fit_laplace, pipeline
 from hf_bayes.core.layout import initial, select
-from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.uncertainty.decomposition import predict
 from tests import tiny_models as models
 from tests.members.subjects import CAUSAL

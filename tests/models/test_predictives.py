@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from hf_bayes.core.layout import select
-from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.predictives import GaussianNumbers, MemberNumbers, of_gaussian
 from hf_bayes.uncertainty.gaussian_links import LINKS

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer
 
-from hf_bayes.distributed import member_sums as spread
+from hf_bayes.members import member_sums as spread
 from hf_bayes.models.attaching import attach
 from hf_bayes.uncertainty.decomposition import Prediction, predict
 from tests.members.reference import mixture

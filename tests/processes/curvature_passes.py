@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import default_data_collator
 
 from hf_bayes import LaplaceConfig, fit_laplace
-from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.fit import laplace as laplace_fit
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.laplace import gradient_estimate
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_bayes.distributed.member_sums import DistributedMembers, LocalMembers
+from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
 from hf_bayes.uncertainty.decomposition import predict
 
 LOGITS = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

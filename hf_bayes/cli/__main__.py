@@ -1,4 +1,4 @@
-"""``python -m hf_bayes``, which is the command ``hf-bayes``: ``accelerate launch -m hf_bayes train run.yaml``."""
+"""``python -m hf_bayes.cli`` is the command ``hf-bayes``: ``accelerate launch -m hf_bayes.cli train run.yaml``."""
 
 from __future__ import annotations
 
