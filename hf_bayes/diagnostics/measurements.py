@@ -63,6 +63,7 @@ class Measurements:
         noise_ratio: variance of the sampler's injected noise over the variance of the minibatch gradients, of each
             chain: the harmonic mean over the updates after burn-in at which it was measured.
         ramped: True if the temperature rose from 0 in each cycle.
+        chosen_temperature: the T below 1 that held-out rows chose from a ladder; None without such a choice.
     """
 
     dim: int
@@ -102,6 +103,7 @@ class Measurements:
     num_logits: int | None = None
     noise_ratio: Sequence[float] | None = None
     ramped: bool = False
+    chosen_temperature: float | None = None
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():

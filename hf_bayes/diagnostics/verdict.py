@@ -81,6 +81,11 @@ class Diagnostics(Measurements):
     def verdict(self) -> str:
         """The word "converged", or the complaints, and what is right in spite of them."""
         complaints = "; ".join(self.complaints)
+        if complaints and self._is_chosen:
+            return (
+                f"{UNKNOWN} asked for: held-out rows chose T = {self.chosen_temperature:g} because it predicts best, "
+                f"and not for draws of a posterior. Checks of such draws that failed: {complaints}"
+            )
         if not complaints or self.epistemic_size != "right":
             return complaints or "converged"
         return (
@@ -90,9 +95,19 @@ class Diagnostics(Measurements):
 
     @property
     def converged(self) -> bool | None:
-        """True or False; None if no fault was found but too little is known."""
+        """True or False; None if no fault was found but too little is known, or if predictions chose T."""
         complaints = self.complaints
-        return None if complaints and all(text.startswith(UNKNOWN) for text in complaints) else not complaints
+        if complaints and (self._is_chosen or all(text.startswith(UNKNOWN) for text in complaints)):
+            return None
+        return not complaints
+
+    @property
+    def _is_chosen(self) -> bool:
+        """True if predictions chose T < 1, and the chains are in places that prior and data allow.
+
+        A ladder does not wait until chains arrive at such a T: they need not be draws of any posterior.
+        """
+        return self.chosen_temperature is not None and not (self._check_finite() or self._check_plausible())
 
     @property
     def epistemic_size(self) -> Literal["right", "too large", "too small"] | None:

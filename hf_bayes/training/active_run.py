@@ -184,7 +184,7 @@ class ActiveRun:
         batches, self._pending = self._pending, []
         record = self.run.update(batches, learning_rate)
         self.monitor.observe(record)
-        tell_step_size(record, self.method.name, self.problem, self.rows.updates_of_epoch, self.host)
+        tell_step_size(record, self.method, self.problem, self.rows.updates_of_epoch, self.host)
         self.show_chains()
         self.host.empty_device_cache()
         assert record.loss is not None

@@ -99,7 +99,8 @@ class Diagnosis:
             num_tensors=len(monitor.sizes),
             distance=means["distance_moved"],
             kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
-            heating=float(getattr(method, "allowed_heating", 0.0)) if "kinetic_temperature_ruled" in means else 0.0,
+            heating=self._heating,
+            chosen_temperature=self._chosen_temperature,
             # a Gaussian through the path of an optimiser (swag) stands for the posterior at T = 1
             temperature=(method.temperature or 1.0) if spread else method.temperature if has_temperature else None,
             mirrored=active.mirrored,
@@ -130,6 +131,24 @@ class Diagnosis:
         return trace if tensors is None else {**trace, "kinetic_of_tensors": self._tensors_of_all(tensors)}
 
     # -- of every chain ----------------------------------------------------------------------------------------------
+
+    @property
+    def _heating(self) -> float:
+        """The share of T that the noise of minibatches may add; 0 for a sampler with a given step size."""
+        active = self._active
+        return float(getattr(active.method, "allowed_heating", 0.0)) if active.problem.own_step_size else 0.0
+
+    @property
+    def _chosen_temperature(self) -> float | None:
+        """The T below 1 that held-out rows chose from a ladder; None without such a choice."""
+        begun = getattr(self._active.settings.method, "ladder", None) or {}
+        temperature = self._active.method.temperature
+        return temperature if "temperature" in begun and temperature < 1 else None
+
+    @property
+    def _tolerance(self) -> float:
+        """The relative error of a tensor's kinetic temperature that is accepted."""
+        return max(KINETIC_TOLERANCE, self._heating)
 
     def _distances(self) -> dict[str, Tensor]:
         active = self._active
@@ -179,13 +198,13 @@ class Diagnosis:
         if relative is None:
             return {}
         law = torch.ones_like(relative[:, 0])
-        share = share_within_interval(relative, monitor.sizes, law, tolerance=KINETIC_TOLERANCE)
+        share = share_within_interval(relative, monitor.sizes, law, tolerance=self._tolerance)
         inside, count = monitor.totals["kinetic_inside"].unbind(1)
         return {"kinetic_share": share, "hottest_tensor": relative.amax(1), "kinetic_inside": inside / count}
 
     def _tensors_of_all(self, relative: Tensor) -> dict[str, Any]:
         layout = self._active.setup.model.layout
-        intervals = {size: widened_interval(size, 1.0, KINETIC_TOLERANCE) for size in set(layout.sizes)}
+        intervals = {size: widened_interval(size, 1.0, self._tolerance) for size in set(layout.sizes)}
         return {
             "names": list(layout.names),
             "relative_to_law": rounded(self._convergence.gather(relative).tolist()),

@@ -106,25 +106,28 @@ def tell_departure(name: str, report: Mapping[str, Any], nll: float, host: Train
 
 
 def tell_step_size(
-    record: StepRecord[Any], name: str, problem: Problem, updates_of_epoch: float | None, host: TrainerHost
+    record: StepRecord[Any], method: MethodConfig, problem: Problem, updates_of_epoch: float | None, host: TrainerHost
 ) -> None:
     """Say what a sampler chose after it measured the noise of its gradients, and what the run can buy with it.
 
     Args:
         record: of any update.
-        name: of the method.
+        method: of the run.
         problem: the run.
         updates_of_epoch: None if the data have no length.
         host: writes the message.
     """
     if record.step == problem.num_steps:
-        _tell_growth(record.info, name, host)
+        _tell_growth(record.info, method.name, host)
     if "gradient_variance" not in record.info:
         return
-    relaxation = float(record.info["relaxation"].max())
+    name, relaxation = method.name, float(record.info["relaxation"].max())
     left = problem.num_steps - max(problem.burn_in, record.step)
     epochs = "" if updates_of_epoch is None else f" ({relaxation / updates_of_epoch:.2g} epochs)"
     host.say("%s: %s", name, describe_trial(record.info))
+    if getattr(method, "ladder", None):
+        _tell_steps_of_ladder(record.info, name, left, host)
+        return
     worth = (
         f"A chain forgets its past in {relaxation:.0f} updates{epochs}; the {left} updates after burn-in are worth "
         f"{left / relaxation:.2g} independent draws of a chain"
@@ -141,6 +144,16 @@ def tell_step_size(
             "%.3g)",
             name, worth, least, step_size, variance,
         )  # fmt: skip
+
+
+def _tell_steps_of_ladder(info: Info, name: str, left: int, host: TrainerHost) -> None:
+    """Say how far the chains of a ladder will get. Held-out rows judge them, so a chain that stays near is no fault."""
+    host.say(
+        "%s: a chain forgets its past in %.0f (the hottest) to %.0f updates (the coldest), and %d updates follow "
+        "burn-in. The draws of a chain that needs longer stay near the weights where AdamW ended. The held-out rows "
+        "choose by predictions, not by how far the chains get",
+        name, float(info["relaxation"].min()), float(info["relaxation"].max()), left,
+    )  # fmt: skip
 
 
 def _tell_growth(info: Info, name: str, host: TrainerHost) -> None:

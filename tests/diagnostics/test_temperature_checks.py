@@ -35,6 +35,13 @@ def test_heat_where_the_data_rule_counts_beyond_what_was_allowed() -> None:
     )
 
 
+def test_allowed_heat_of_all_momenta_is_no_fault() -> None:
+    warm = dataclasses.replace(GOOD, dim=1_000_000, kinetic_temperature_law=0.3, kinetic_temperature=[0.41] * 4)
+    assert dataclasses.replace(warm, heating=0.4).verdict == "converged"
+    for hot in (dataclasses.replace(warm, heating=0.1), dataclasses.replace(warm, heating=0.36)):
+        assert hot.verdict.startswith("kinetic temperature 0.41 where 0.3 is expected (4 of 4 chains): gradient noise")
+
+
 def test_cold_chains_under_a_ramp_are_told_to_shorten_it() -> None:
     cold = dataclasses.replace(GOOD, kinetic_temperature=[0.5] * 4, ramped=True)
     cold = dataclasses.replace(cold, temperature=1.0, configurational_temperature=[0.3] * 4)

@@ -194,6 +194,21 @@ def test_a_gaussian_whose_uncertainty_drifts_is_not_called_right() -> None:
     assert "changes by a factor" not in dataclasses.replace(large, ruled_spread=1.9).verdict
 
 
+def test_a_temperature_chosen_by_predictions_asks_for_no_draws() -> None:
+    chosen = dataclasses.replace(GOOD, rhat=3.0, chosen_temperature=0.3)
+    assert chosen.converged is None
+    assert chosen.verdict == (
+        "convergence not asked for: held-out rows chose T = 0.3 because it predicts best, and not for draws of a "
+        "posterior. Checks of such draws that failed: R-hat 3.00 over 4 chains: longer burn-in"
+    )
+    given = dataclasses.replace(chosen, chosen_temperature=None)
+    assert given.converged is False
+    assert given.verdict == "R-hat 3.00 over 4 chains: longer burn-in"
+    for lost in ({"distance": [math.inf, 0.2, 0.3, 0.4]}, {"strayed": [1e3] * 4}):  # no place to predict from
+        assert dataclasses.replace(chosen, **lost).converged is False
+    assert dataclasses.replace(GOOD, chosen_temperature=0.3).verdict == "converged"
+
+
 def test_members_of_an_optimiser_are_called_no_draws() -> None:
     members = dataclasses.replace(GOOD, kind="optimum", ruled_spread=1.0, ruled_spread_std_error=0.01)
     assert members.verdict.startswith("convergence not defined: members of an optimiser are no draws")

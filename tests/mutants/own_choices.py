@@ -82,5 +82,16 @@ OWN_CHOICES = (
     Fault("linear: the rate is 0 in the last update", "core/schedules.py",
           "max(1, draws[-1] - step) / draws[-1]", "max(0, draws[-1] - 1 - step) / draws[-1]",
           ("core/test_schedules.py::test_linear_falls_from_the_peak_to_its_nth_part_in_n_updates",)),
+    Fault("verdict: a T chosen by predictions excuses chains that are lost", "diagnostics/verdict.py",
+          "self.chosen_temperature is not None and not (self._check_finite() or self._check_plausible())",
+          "self.chosen_temperature is not None",
+          ("diagnostics/test_verdict.py::test_a_temperature_chosen_by_predictions_asks_for_no_draws",)),
+    Fault("verdict: T = 1 chosen by a ladder asks for no draws", "training/diagnosis.py",
+          'temperature if "temperature" in begun and temperature < 1 else None',
+          'temperature if "temperature" in begun else None',
+          ("training/test_own_choices.py::test_a_tempered_ladder_is_not_warned_of_its_draws[2.0-30]",)),
+    Fault("verdict: the allowed heating of all momenta counts as too hot", "diagnostics/temperature_checks.py",
+          "high = max(high, (1 + run.heating) * law)", "high = high",
+          ("diagnostics/test_temperature_checks.py::test_allowed_heat_of_all_momenta_is_no_fault",)),
 )
 # fmt: on

@@ -228,6 +228,29 @@ def test_without_a_method_held_out_rows_choose_the_temperature(
     assert stored.num_members == 4 * max(at_last, 1)  # without draws from before a fall of T
 
 
+@pytest.mark.parametrize(("coldest", "level"), [(0.1, logging.INFO), (2.0, logging.WARNING)])
+def test_a_tempered_ladder_is_not_warned_of_its_draws(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, coldest: float, level: int
+) -> None:
+    """Rows that chose a T below 1 chose predictions, so chains that have not converged are no fault."""
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    ladder = {"temperature": [coldest, 1.5 * coldest]}
+    method = SGHMCConfig(num_chains=4, draws_per_chain=4, ladder=ladder, warm_start_learning_rate=0.01)
+    given = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(40)}
+    run = trainer(tmp_path, method, **given, eval_dataset=runs.label_rows(200, seed=1), max_steps=LEAST_UPDATES)
+    run.train()
+    relaxation = r"forgets its past in (\d+) \(the hottest\) to (\d+) updates \(the coldest\), and (\d+) updates follow"
+    ((hottest, longest, left),) = re.findall(relaxation, caplog.text)
+    assert 0 < int(hottest) <= int(longest)
+    assert int(left) == run.active.problem.num_steps - run.active.problem.burn_in
+    assert "is too short" not in caplog.text
+    found = run.posterior.config.diagnostics
+    (told,) = [record for record in caplog.records if found["verdict"] in record.getMessage()]
+    assert told.levelno == level
+    assert found["converged"] is (None if coldest < 1 else False)
+    assert found["chosen_temperature"] == (run.method.temperature if coldest < 1 else None)
+
+
 def test_a_ladder_reads_a_part_of_many_held_out_rows(tmp_path: Path) -> None:
     given = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(40)}
     run = trainer(tmp_path, None, **given, eval_dataset=runs.label_rows(601, seed=1), max_steps=LEAST_UPDATES)
