@@ -47,6 +47,7 @@ class Requirements:
         compares_chains: chains are compared with each other during the run, so one process needs all of them.
         mirrored_chains: a run that finds its own step size gives every second chain the opposite noise of the chain
             before it.
+        chooses_temperature: held-out rows choose T; ``temperature`` is only the start.
         draws_are_chain_states: the stored draws are states that the chains visited.
         ends_at_map: the first member (or the mean) of the posterior is itself a MAP estimate.
         predicts_linearised: the Gaussian belongs to a linearised model, whose predictions are better than the
@@ -74,6 +75,7 @@ class Requirements:
     most_heldout: int | None = None
     compares_chains: bool = False
     mirrored_chains: bool = False
+    chooses_temperature: bool = False
     draws_are_chain_states: bool = True
     ends_at_map: bool = False
     predicts_linearised: bool = False

@@ -112,8 +112,9 @@ def _announce_dropout(active: ActiveRun) -> None:
         )
     elif config.temperature == 0:
         active.host.say("the model has dropout: this run optimises the log-likelihood averaged over its masks")
-    elif config.temperature < 1:  # no draw of it is taken for one of the Bayes posterior
-        active.host.say("the model has dropout: this run tempers the log-likelihood averaged over its masks")
+    elif config.temperature < 1 or config.requirements.chooses_temperature:
+        # draws of the first are not taken for draws of the Bayes posterior, and the second asks for predictions
+        active.host.say("the model has dropout: this run samples by the log-likelihood averaged over its masks")
     else:
         active.host.warn(
             "the model has dropout%s: this is the posterior of the dropout-averaged log-likelihood (the Jensen "

@@ -141,9 +141,9 @@ class Diagnosis:
     @property
     def _chosen_temperature(self) -> float | None:
         """The T below 1 that held-out rows chose from a ladder; None without such a choice."""
-        begun = getattr(self._active.settings.method, "ladder", None) or {}
+        chosen = self._active.settings.method.requirements.chooses_temperature
         temperature = self._active.method.temperature
-        return temperature if "temperature" in begun and temperature < 1 else None
+        return temperature if chosen and temperature < 1 else None
 
     @property
     def _tolerance(self) -> float:

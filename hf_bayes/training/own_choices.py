@@ -125,7 +125,7 @@ def tell_step_size(
     left = problem.num_steps - max(problem.burn_in, record.step)
     epochs = "" if updates_of_epoch is None else f" ({relaxation / updates_of_epoch:.2g} epochs)"
     host.say("%s: %s", name, describe_trial(record.info))
-    if getattr(method, "ladder", None):
+    if method.requirements.chooses_temperature:
         _tell_steps_of_ladder(record.info, name, left, host)
         return
     worth = (

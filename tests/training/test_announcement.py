@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes import HMCConfig, MAPConfig, MCDropoutConfig, MeanFieldConfig
+from hf_bayes import HMCConfig, MAPConfig, MCDropoutConfig, MeanFieldConfig, SGHMCConfig
 from hf_bayes.training import announcement
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce, rows_vary
@@ -20,6 +20,8 @@ from tests import runs
 from tests.runs import token_rows
 from tests.tiny_models import tiny_llama, with_lora
 from tests.training.diagnosed import ONE_DRAW, run
+
+LADDER = SGHMCConfig(num_chains=2, ladder={"temperature": [1, 0.1]})
 
 
 class Augmented(torch.utils.data.Dataset):
@@ -48,7 +50,8 @@ def test_dropout_and_augmentation_warn_of_another_posterior(tmp_path: Path, capl
     ("config", "words"),
     [
         (ONE_DRAW, "this is the posterior of the dropout-averaged log-likelihood"),
-        (replace(ONE_DRAW, temperature=0.1), "this run tempers the log-likelihood averaged over its masks"),
+        (replace(ONE_DRAW, temperature=0.1), "this run samples by the log-likelihood averaged over its masks"),
+        (LADDER, "this run samples by the log-likelihood averaged over its masks"),
         (HMCConfig(num_chains=2), "hmc evaluates it without"),
         (MAPConfig(), "this run optimises the log-likelihood averaged over its masks"),
         (MCDropoutConfig(), "inputs are dropped twice. Set it to 0"),
@@ -58,7 +61,8 @@ def test_dropout_and_augmentation_warn_of_another_posterior(tmp_path: Path, capl
 def test_dropout_is_spoken_of_as_each_method_meets_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any, words: str
 ) -> None:
-    trainer = runs.trainer(tmp_path, config, model=with_lora(tiny_llama(), lora_dropout=0.1))
+    changes = {"max_steps": 40, "eval_dataset": runs.token_rows(40)} if config is LADDER else {}
+    trainer = runs.trainer(tmp_path, config, model=with_lora(tiny_llama(), lora_dropout=0.1), **changes)
     active = ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows)
     with caplog.at_level(logging.INFO, "hf_bayes.training.trainer"), warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -145,6 +145,7 @@ class LangevinConfig(MethodConfig):
             least_heldout=LEAST_HELDOUT,
             most_heldout=MOST_HELDOUT,
             compares_chains=True,
+            chooses_temperature="temperature" in self.ladder,
         )
 
 
