@@ -63,7 +63,10 @@ def recommended(
         one = "the temperature T of SGHMC is chosen in a run of one process"
         reason = f"there are {num_processes} processes, and {one}. Give a method"
     elif held < least:
-        reason = f"the temperature T of SGHMC is chosen on {least} held-out rows or more (got {held}). Hold out more"
+        reason = (
+            f"the temperature T of SGHMC is chosen on {least} held-out rows or more (got {held}). Hold out more "
+            "(eval_dataset, or --validation_fraction of hf-bayes)"
+        )
     else:
         number = f"{most} of {held}" if most is not None and most < held else f"{held}"
         rungs = ", ".join(f"{value:g}" for value in TEMPERATURES)
