@@ -236,6 +236,7 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "fields": {key: value for key, value in _flat(method).items() if key != "name" and value is not None},
         "diagnostics": _rows(config["diagnostics"], DIAGNOSTICS, skip=("verdict", "converged")),
         "converged": config["diagnostics"].get("converged"),
+        "chosen": config["diagnostics"].get("chosen_temperature") is not None,
         "verdict": config["diagnostics"].get("verdict") or "not assessed",
         "metrics": _rows(config["metrics"], METRICS),
         "noise_std": head.get("noise_std"),

@@ -168,6 +168,15 @@ def test_card_of_a_run_that_did_not_converge_says_so_first() -> None:
     assert "**No; treat every figure here with care.** r_hat 1.4" in text
 
 
+def test_card_of_a_temperature_that_predictions_chose_says_so() -> None:
+    chosen = {"converged": None, "verdict": "r_hat 1.4", "chosen_temperature": 0.3, "ladder_nll": [1.25, 0.75]}
+    text = render_card(draws(2, diagnostics=chosen).config.to_dict(), adapter=False)
+    assert "**It did not have to.** r_hat 1.4" in text
+    assert "| ladder_nll | 1.25, 0.75 | NLL of held-out rows at each T of the ladder, when one was chosen." in text
+    unknown = draws(2, diagnostics={**chosen, "chosen_temperature": None})
+    assert "**Not known.** r_hat 1.4" in render_card(unknown.config.to_dict(), adapter=False)
+
+
 def test_card_holds_no_local_path_and_names_a_local_base_as_such() -> None:
     base = {**config().base_model, "name_or_path": "/home/somebody/models/tiny"}
     diagnostics = {"converged": True, "verdict": "see /root/runs/7 and /Users/me/log.txt"}
