@@ -43,8 +43,9 @@ def _rows(config: PosteriorConfig, directory: str) -> dict[str, str]:
             rows[words] = f"{metrics[name]:.4g}"
     if config.calibration:
         rows["temperature t of predictions"] = f"{config.calibration['temperature']:.3g}"
+    unknown = "not assessed" if config.diagnostics.get("chosen_temperature") is None else "T was chosen by predictions"
     converged = config.diagnostics.get("converged")
-    words = "not assessed" if converged is None else "converged" if converged else "not converged"
+    words = unknown if converged is None else "converged" if converged else "not converged"
     rows["chains"] = f"{words}, see hf-bayes diagnose {directory}"
     rows["saved in"] = directory
     return rows

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ def test_the_table_says_what_was_saved_and_how_good_it_is(tmp_path: Path) -> Non
     assert f"members {config.num_members}" in lines
     assert any(line.startswith(f"held-out NLL {config.metrics['nll']:.4f} (a MAP estimate: ") for line in lines)
     assert "chains not converged, see hf-bayes diagnose out [x]" in lines
+    for chosen, words in ((0.3, "T was chosen by predictions"), (None, "not assessed")):
+        diagnostics = {**config.diagnostics, "converged": None, "chosen_temperature": chosen}
+        text = " ".join(shown(dataclasses.replace(config, diagnostics=diagnostics)).split())
+        assert f"chains {words}, see hf-bayes diagnose" in text
     assert "saved in out [x]" in lines
 
 
