@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import Layout
-from hf_bayes.methods.recommended import on_ladder
+from hf_bayes.methods.recommended import LEAST_UPDATES, on_ladder
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.uncertainty.likelihoods import lacks_of
@@ -30,12 +30,14 @@ class Candidate(NamedTuple):
         method: the config.
         learning_rate: of the trainer; None leaves it to the method.
         cost: the number of forward passes of a prediction, by which ties are broken.
+        least_updates: the smallest number of updates of a run.
     """
 
     name: str
     method: MethodConfig
     learning_rate: float | None = None
     cost: int = 1
+    least_updates: int = 1
 
     @property
     def gradients_per_update(self) -> int | Fraction:
@@ -53,6 +55,7 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
     """
     members = num_chains * draws_per_chain
     draws = {"num_chains": num_chains, "draws_per_chain": draws_per_chain}
+    ladder = replace(on_ladder(), num_chains=num_chains, draws_per_chain=draws_per_chain)
     found = [
         Candidate(PLAIN, _config("map"), None, 1),
         Candidate("deep ensemble", _config("ensemble", num_chains=num_chains), None, num_chains),
@@ -62,9 +65,7 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         # at T = 1 and with few rows, the optimum of q predicts worse than a mode (docs/results/cold_variational.md)
         Candidate("IVON, T = 0.01", _config("ivon", num_chains=num_chains, temperature=0.01), None, 10),
         Candidate("SGHMC", _config("sghmc", **draws), None, members),
-        Candidate(
-            "SGHMC, ladder", replace(on_ladder(), num_chains=num_chains, draws_per_chain=draws_per_chain), None, members
-        ),
+        Candidate("SGHMC, ladder", ladder, None, members, least_updates=LEAST_UPDATES),
     ]
     found += [
         Candidate("SWA", _config("swa"), None, 1),

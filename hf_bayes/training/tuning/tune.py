@@ -39,13 +39,33 @@ LEAST_ROWS = 200
 KEPT = ("nll", "accuracy", "ece", "brier", "total", "epistemic", "member_nll")
 
 
+class _Plan(NamedTuple):
+    """What runs in which round.
+
+    Attributes:
+        early: the candidates of the first round.
+        late: those that need a longer run than that, and take part in the second round only.
+        per_trial: the gradients of a candidate in the first round.
+    """
+
+    early: tuple[Candidate, ...]
+    late: tuple[Candidate, ...]
+    per_trial: int
+
+    @property
+    def parts(self) -> int:
+        """The gradients of all runs over those of a candidate in the first round."""
+        return len(self.early) + (min(NUM_FINALISTS, len(self.early)) + len(self.late)) * SHARE
+
+
 class Tuning(NamedTuple):
     """The result of ``tune``.
 
     Attributes:
         posterior: the posterior of the chosen candidate, also saved in ``output_dir``.
         chosen: the trial of this candidate.
-        rounds: the trials of each round; those of a round have equal budgets.
+        rounds: the trials of each round; those of a round have equal budgets. A candidate that needs a longer run than
+            the first round allows has a trial in the second one only.
         sentence: the result in words.
     """
 
@@ -70,10 +90,10 @@ def tune(
 ) -> Tuning:
     """Compare methods and settings on held-out rows within a budget of gradients, and save the best posterior.
 
-    All candidates run with a small part of the budget. The best of them, and always the best one with a single set of
-    weights, run again with four times as much. Each run fits the temperature of its mixture on the held-out rows. The
-    cheapest method within one standard error of the lowest NLL is chosen. Finished runs are kept in ``output_dir``, so
-    a call that was interrupted goes on where it was.
+    All candidates run with a small part of the budget. The best of them, and always the best one with a single set
+    of weights, run again with four times as much, together with those that need such a long run. Each run fits the
+    temperature of its mixture on the held-out rows. The cheapest method within one standard error of the lowest NLL
+    is chosen. Finished runs are kept in ``output_dir``, so a call that was interrupted goes on where it was.
 
     Args:
         model: a transformers or peft model. Each run attaches it, and it is given back as it was.
@@ -95,14 +115,14 @@ def tune(
     with attach(model, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood) as bayesian:
         rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
     _check_names(rows)
-    per_trial = _first_budget(rows, args, budget, len(train_dataset))
+    plan = _plan(rows, args, budget, len(train_dataset))
     given = {
         "train_dataset": train_dataset, "eval_dataset": eval_dataset, "data_collator": data_collator,
         "processing_class": processing_class, "subspace": subspace, "likelihood": likelihood,
     }  # fmt: skip
     record = TuningRecord.open(str(args.output_dir), _identity(rows, args, **given))
     trials = _Trials(model, args, given, record)
-    first, second = _run_rounds(trials, rows, per_trial, show=not args.disable_tqdm)
+    first, second = _run_rounds(trials, plan, show=not args.disable_tqdm)
     chosen = best_of(second)
     posterior = Posterior.from_pretrained(trials.folder(chosen.name))
     posterior.save_pretrained(str(args.output_dir))
@@ -191,15 +211,12 @@ class _Trials:
             )  # fmt: skip
 
 
-def _run_rounds(
-    trials: _Trials, rows: Sequence[Candidate], per_trial: int, *, show: bool
-) -> tuple[tuple[Trial, ...], tuple[Trial, ...]]:
-    """Return the trials of all candidates, and those of the finalists with ``SHARE`` times the gradients."""
-    total = len(rows) * per_trial + min(NUM_FINALISTS, len(rows)) * SHARE * per_trial
-    with tqdm(total=total, unit="gradient", desc="tuning", disable=not show) as bar:
-        first = tuple(trials.run(candidate, per_trial, bar, keep=False) for candidate in rows)
-        finalists = _finalists(rows, first)
-        second = tuple(trials.run(candidate, SHARE * per_trial, bar, keep=True) for candidate in finalists)
+def _run_rounds(trials: _Trials, plan: _Plan, *, show: bool) -> tuple[tuple[Trial, ...], tuple[Trial, ...]]:
+    """Return the trials of the first round, and those of the finalists with ``SHARE`` times the gradients."""
+    with tqdm(total=plan.parts * plan.per_trial, unit="gradient", desc="tuning", disable=not show) as bar:
+        first = tuple(trials.run(candidate, plan.per_trial, bar, keep=False) for candidate in plan.early)
+        finalists = (*_finalists(plan.early, first), *plan.late)
+        second = tuple(trials.run(candidate, SHARE * plan.per_trial, bar, keep=True) for candidate in finalists)
     return first, second
 
 
@@ -224,28 +241,36 @@ def _check(eval_dataset: Any) -> None:
         )
 
 
-def _first_budget(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: int | None, num_rows: int) -> int:
-    """Return the gradients of a candidate in the first round.
+def _plan(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: int | None, num_rows: int) -> _Plan:
+    """Return which candidates run in which round, and the gradients of the first one.
 
     Raises:
         ValueError: if a chain would have too few updates.
     """
-    parts = len(rows) + min(NUM_FINALISTS, len(rows)) * SHARE
     chains = max(candidate.method.num_chains for candidate in rows)
-    costliest = max(rows, key=lambda candidate: candidate.gradients_per_update)
     accumulation = args.gradient_accumulation_steps
     if budget is None:
         per_epoch = math.ceil(num_rows / (args.per_device_train_batch_size * accumulation))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         budget = 10 * chains * steps * accumulation
+    plan = _Plan(tuple(rows), (), budget)
+    # a late candidate takes more of the budget, so that others may become late, too
+    while plan.per_trial != budget // plan.parts:
+        plan = plan._replace(per_trial=budget // plan.parts)
+        pays = [plan.per_trial >= c.least_updates * c.gradients_per_update * accumulation for c in plan.early]
+        if any(pays):
+            early = tuple(c for c, enough in zip(plan.early, pays, strict=True) if enough)
+            late = tuple(c for c, enough in zip(plan.early, pays, strict=True) if not enough)
+            plan = plan._replace(early=early, late=(*plan.late, *late))
+    costliest = max(plan.early, key=lambda candidate: candidate.gradients_per_update)
     each = costliest.gradients_per_update * accumulation
-    if budget // parts < LEAST_UPDATES * each:
+    if plan.per_trial < LEAST_UPDATES * each:
         raise ValueError(
-            f"budget={budget:,} gradients give {max(0, budget // parts // each)} updates to each of "
+            f"budget={budget:,} gradients give {max(0, plan.per_trial // each)} updates to each of "
             f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
-            f"needed: give at least {math.ceil(parts * LEAST_UPDATES * each):,}, or fewer candidates"
+            f"needed: give at least {math.ceil(plan.parts * LEAST_UPDATES * each):,}, or fewer candidates"
         )
-    return budget // parts
+    return plan
 
 
 def _finalists(rows: Sequence[Candidate], trials: Sequence[Trial]) -> list[Candidate]:

@@ -77,6 +77,30 @@ def test_rounds_share_the_budget_and_a_failure_ends_nothing(tuned: tuple[Path, T
     assert sum(trial.gradients for trial in (*first, *second)) <= 4000
 
 
+def test_a_candidate_that_needs_a_long_run_has_one_in_the_second_round(tmp_path: Path) -> None:
+    patient = Candidate("patient", MAPConfig(prior_std=1.0), 3e-2, least_updates=300)
+    late = call(tmp_path, (*CANDIDATES[:2], patient), budget=2800)
+    first, second = late.rounds
+    assert [trial.name for trial in first] == ["slow", "plain fine-tuning"]
+    assert {trial.gradients for trial in first} == {200}  # 2800 / (2 + (2 + 1) * 4); with three in it, 186
+    assert {(trial.name, trial.gradients) for trial in second} >= {("patient", 800), ("plain fine-tuning", 800)}
+    assert not any(trial.failure for trial in (*first, *second))
+
+
+def test_a_late_candidate_can_make_another_one_late() -> None:
+    args = runs.arguments(Path("unused"))
+
+    def planned(*least: int) -> tuple[list[str], list[str], int]:
+        rows = [Candidate(name, MAPConfig(), least_updates=n) for name, n in zip("abcdef", least, strict=False)]
+        plan = module._plan(rows, args, 2200, 80)
+        return [c.name for c in plan.early], [c.name for c in plan.late], plan.per_trial
+
+    assert planned(1, 1, 1, 1, 1, 100) == (list("abcdef"), [], 100)  # 2200 / (6 + 4 * 4)
+    assert planned(1, 1, 1, 1, 1, 101) == (list("abcde"), ["f"], 88)  # 2200 / (5 + (4 + 1) * 4)
+    assert planned(1, 1, 1, 1, 89, 101) == (list("abcd"), ["f", "e"], 78)  # 2200 / (4 + (4 + 2) * 4)
+    assert planned(441) == (["a"], [], 440)  # too short for all: the run says so
+
+
 def test_a_second_call_repeats_no_run(tuned: tuple[Path, Tuning], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, result = tuned
 
