@@ -1,12 +1,17 @@
-"""The state of a method that wraps another method: the fields of both in one flat NamedTuple of tensors."""
+"""The state of a method that wraps another method: the fields of both in one flat NamedTuple of tensors.
+
+A method may also wrap several others, each with some of the chains: ``rows_of`` and ``merged`` take states apart and
+put them together again by chains.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -43,3 +48,22 @@ def _joined_type(own: tuple[str, ...], inner: Hashable, prefix: str) -> Any:
     names = [f"{prefix}{name}" for name in fields]
     flat = namedtuple("JoinedState", [*own, *(name for name in names if name not in own)])  # type: ignore[misc]
     return type("JoinedState", (flat,), {"__slots__": (), "inner": inner, "prefix": prefix})
+
+
+def rows_of(values: Any, rows: list[int]) -> Any:
+    """Return some rows of a NamedTuple of tensors; None stays."""
+    return type(values)(*(value if value is None or value.ndim == 0 else value[rows] for value in values))
+
+
+def merged(parts: Sequence[tuple[list[int], Any]]) -> Any:
+    """Return the state of all chains from (rows, state of these chains)."""
+    kind: Any = type(parts[0][1])
+    return kind(*(scattered([(rows, part[place]) for rows, part in parts]) for place in range(len(kind._fields))))
+
+
+def scattered(parts: Sequence[tuple[list[int], Tensor]]) -> Tensor:
+    """Return the tensors of groups of rows as one, each row at its place."""
+    if len(parts) == 1:
+        return parts[0][1]
+    order = torch.tensor([row for rows, _ in parts for row in rows], device=parts[0][1].device)
+    return torch.cat([value for _, value in parts])[order.argsort()]

@@ -244,6 +244,11 @@ def scale_momentum(state: Any, ratio: float) -> Any:
     return state._replace(momentum=math.sqrt(ratio) * state.momentum) if hasattr(state, "momentum") else state
 
 
+def no_restart(state: State, chains: Tensor) -> State:
+    """Return the state unchanged: the usual ``Rule.restart``."""
+    return state
+
+
 class Rule(NamedTuple, Generic[State]):
     """A method with one gradient per update: SG-MCMC, variational inference, MAP.
 
@@ -260,6 +265,8 @@ class Rule(NamedTuple, Generic[State]):
             (``Evaluation.anchor_grad``); None if it needs none.
         rescale: (state, ratio) -> state of the same chains at ``ratio`` times the temperature, with which another rule
             goes on.
+        restart: (state, chains [M]) -> state with some of the chains back where they began to sample, if the method
+            knows where that was.
     """
 
     init: Callable[[Tensor, Rngs], State]
@@ -270,6 +277,7 @@ class Rule(NamedTuple, Generic[State]):
     early_passes: Mapping[int, EarlyPass] = MappingProxyType({})
     anchor: Callable[[State], Tensor | None] = no_anchor
     rescale: Callable[[State, float], State] = scale_momentum
+    restart: Callable[[State, Tensor], State] = no_restart
 
     @property
     def is_exact(self) -> bool:

@@ -16,6 +16,10 @@ not show what a high temperature gains from more of them: on real data, they cho
 chains that find their own step size, and so know their mode, and rungs that differ in temperature. Otherwise a rung is
 judged by its own chains, at ``NUM_LOOKS`` times.
 
+A hot chain may get lost where the model predicts nothing, and no scaling brings it back. Scaled to the lowest
+temperature, all others are near their modes and predict about equally well. So before the choice, a chain that predicts
+much worse there goes back to the end of its warm start.
+
 The choice comes early. A chain may need longer than burn-in to arrive at a high temperature, and where it arrives may
 predict worse than the places on its way. So the choice of chains that can be scaled is reviewed, after each quarter of
 the draws. Where the chains are now (at the end: all draws) is compared with where they were at the choice, scaled to
@@ -34,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
+from hf_bayes.core.joined_states import inner_state, joined_state, merged, rows_of, scattered, with_inner
 from hf_bayes.core.types import (
     DataPass,
     Evaluation,
@@ -49,13 +53,16 @@ from hf_bayes.core.types import (
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
-from hf_bayes.methods.sgmcmc.whitening import relaxation_of
+from hf_bayes.methods.sgmcmc.step_control import relaxation_of
 
 NUM_REVIEWS = 4
 """Reviews of a chosen temperature, the last one of them after the last draw."""
 
 NUM_LOOKS = 4
 """Looks at the chains of a rung that is judged by its own chains alone."""
+
+LOST = 0.5
+"""A chain is lost if its nats exceed the median of all chains by more than this share."""
 
 LEAST_BURN_IN = 16
 """The smallest number of updates of burn-in, after the warm start, with a ladder: four quarters of a look each."""
@@ -172,35 +179,36 @@ class _Ladder:
             (rows, self.rungs[index].rule.init(theta[rows], [rngs[row] for row in rows])) for index, rows in _groups(on)
         ]
         drawn = on[:, None].repeat(1, len(self.draws))
-        own = {"ladder_rung": on, "ladder_looks": looks, "ladder_nll": nll, "ladder_drawn": drawn}
-        return joined_state(own, _merged(parts))
+        lost = torch.zeros_like(on)
+        own = {"ladder_rung": on, "ladder_looks": looks, "ladder_nll": nll, "ladder_drawn": drawn, "ladder_lost": lost}
+        return joined_state(own, merged(parts))
 
     def locate(self, state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
         """Return where the gradients are needed."""
         found = [(rows, rung.rule.locate(part, [rngs[row] for row in rows])) for rows, rung, part in self._parts(state)]
-        theta = _scattered([(rows, theta) for rows, (theta, _) in found])
-        return theta, with_inner(state, _merged([(rows, part) for rows, (_, part) in found]))
+        theta = scattered([(rows, theta) for rows, (theta, _) in found])
+        return theta, with_inner(state, merged([(rows, part) for rows, (_, part) in found]))
 
     def anchor(self, state: Any) -> Tensor | None:
         """Return where some rungs need the gradient, too; the others get it at theta, and do not use it."""
         found = [(rows, rung.rule.anchor(part), part.theta) for rows, rung, part in self._parts(state)]
         if all(points is None for _, points, _ in found):
             return None
-        return _scattered([(rows, theta if points is None else points) for rows, points, theta in found])
+        return scattered([(rows, theta if points is None else points) for rows, points, theta in found])
 
     def update(self, state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
         """Return the state after an update of every chain by the rule of its rung."""
         states, infos = [], []
         for rows, rung, part in self._parts(state):
-            seen = _rows_of(evaluation, rows)
+            seen = rows_of(evaluation, rows)
             if seen.anchor_grad is not None and rung.rule.anchor(part) is None:
                 seen = seen._replace(anchor_grad=None)
             after, info = rung.rule.update(part, seen, lr, [rngs[row] for row in rows])
             states.append((rows, after))
             infos.append((rows, info))
         common = set.intersection(*(set(info) for _, info in infos))
-        figures = {name: _scattered([(rows, info[name]) for rows, info in infos]) for name in sorted(common)}
-        return with_inner(state, _merged(states)), figures
+        figures = {name: scattered([(rows, info[name]) for rows, info in infos]) for name in sorted(common)}
+        return with_inner(state, merged(states)), figures
 
     def pass_after(self, step: int) -> Callable[[Any, DataPass], Any]:
         """Return the pass after update ``step``: those of the rungs, then a look and the choice, or a review."""
@@ -210,7 +218,7 @@ class _Ladder:
             for rows, rung, part in self._parts(state):
                 own = rung.rule.early_passes.get(step)
                 parts.append((rows, part if own is None else own(part, data_pass)))
-            state = with_inner(state, _merged(parts))
+            state = with_inner(state, merged(parts))
             if step in self.looks:
                 looks = state.ladder_looks.clone()
                 looks[:, self.looks.index(step)] = state.theta
@@ -223,6 +231,7 @@ class _Ladder:
 
     def _choose(self, state: Any, data_pass: DataPass) -> Any:
         """Return the state with all chains on the best rung."""
+        state = self._without_lost(state, data_pass) if self.scales else state
         nll = torch.empty(len(self.rungs), dtype=torch.float64)
         for index, rows in _groups(state.ladder_rung):
             if self.scales:
@@ -234,6 +243,15 @@ class _Ladder:
             nll[index] = data_pass(draws, HeldOut("all", members), gradient=False)[0]
         state = self._on_rung(state, int(nll.argmin()), self.looks[-1])
         return state._replace(ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone())
+
+    def _without_lost(self, state: Any, data_pass: DataPass) -> Any:
+        """Return the state with chains that are lost back at the end of their warm start."""
+        theta = self._scaled(state, min(self.rungs, key=lambda rung: rung.temperature)).theta
+        scores = data_pass(theta, HeldOutByRow("even", num_groups=len(theta)), gradient=False)
+        nll = torch.tensor([score.nll.sum() / score.terms.sum() for score in scores]).to(state.theta)
+        lost = nll - nll.median() > LOST * nll.median().abs()
+        parts = [(rows, rung.rule.restart(part, lost[rows])) for rows, rung, part in self._parts(state)]
+        return with_inner(state, merged(parts))._replace(ladder_lost=lost.to(state.ladder_lost))
 
     def _review(self, state: Any, step: int, data_pass: DataPass, kept: Tensor | None = None) -> Any:
         """Return the state, or that of the choice at a lower temperature, if half of the rows say that it is better.
@@ -281,7 +299,7 @@ class _Ladder:
         for rows, own, part in self._parts(state):
             ratio = rung.temperature / own.temperature
             parts.append((rows, part if ratio == 1 else own.rule.rescale(part, ratio)))
-        return with_inner(state, _merged(parts))
+        return with_inner(state, merged(parts))
 
     def finish(self, state: Any, draws: Tensor) -> Any:
         """Return the draws of all chains."""
@@ -297,6 +315,7 @@ class _Ladder:
             "ladder_temperature": [rung.temperature for rung in self.rungs],
             "ladder_prior_scale": [rung.prior_scale for rung in self.rungs],
             "ladder_nll": state.ladder_nll[0].tolist(),
+            "ladder_lost": [bool(lost) for lost in state.ladder_lost],
             "ladder_drawn_at": [self.rungs[index].temperature for index in state.ladder_drawn[0].tolist()],
         }
         fields = {"ladder": None, "temperature": self.rungs[index].temperature, **self.config.rungs[index]}
@@ -310,7 +329,7 @@ class _Ladder:
     def _parts(self, state: Any) -> list[tuple[list[int], Rung, Any]]:
         """Return the rows of each rung that has chains, the rung, and the state of its method."""
         whole = inner_state(state)
-        return [(rows, self.rungs[index], _rows_of(whole, rows)) for index, rows in _groups(state.ladder_rung)]
+        return [(rows, self.rungs[index], rows_of(whole, rows)) for index, rows in _groups(state.ladder_rung)]
 
 
 def _by_row(draws: Tensor, members: int | None, data_pass: DataPass) -> RowScores:
@@ -329,22 +348,3 @@ def _is_better(other: RowScores, now: RowScores) -> bool:
 def _groups(on: Tensor) -> list[tuple[int, list[int]]]:
     """Return the rungs that have chains, with these chains."""
     return [(int(index), (on == index).nonzero()[:, 0].tolist()) for index in on.unique()]
-
-
-def _rows_of(values: Any, rows: list[int]) -> Any:
-    """Return some rows of a NamedTuple of tensors; None stays."""
-    return type(values)(*(value if value is None or value.ndim == 0 else value[rows] for value in values))
-
-
-def _merged(parts: list[tuple[list[int], Any]]) -> Any:
-    """Return the state of all chains."""
-    kind: Any = type(parts[0][1])
-    return kind(*(_scattered([(rows, part[place]) for rows, part in parts]) for place in range(len(kind._fields))))
-
-
-def _scattered(parts: list[tuple[list[int], Tensor]]) -> Tensor:
-    """Return the tensors of groups of rows as one, each row at its place."""
-    if len(parts) == 1:
-        return parts[0][1]
-    order = torch.tensor([row for rows, _ in parts for row in rows], device=parts[0][1].device)
-    return torch.cat([value for _, value in parts])[order.argsort()]

@@ -54,6 +54,7 @@ DIAGNOSTICS = {
     "kinetic_temperature_ruled": "The same along the directions that the data rule. Good: kinetic_temperature_law.",
     "kind": "Kind of result: chains of a sampler, a Gaussian, or optima, which are no draws.",
     "ladder_drawn_at": "T at each draw of a chain.",
+    "ladder_lost": "Whether a chain predicted badly at every T, and went back to the end of its warm start.",
     "ladder_nll": "NLL of held-out rows at each T of the ladder, when one was chosen. Lower is better.",
     "ladder_prior_scale": "Factor of the prior's standard deviations at each T of the ladder.",
     "ladder_temperature": "Each T that the ladder tried.",

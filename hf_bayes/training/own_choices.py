@@ -73,6 +73,11 @@ def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost) -> None:
     rungs = list(zip(report["ladder_temperature"], report["ladder_prior_scale"], report["ladder_nll"], strict=True))
     scores = ", ".join(f"T = {t:g} and prior scale {s:g}: {nll:.4f}" for t, s, nll in rungs)
     host.say("%s: held-out nats of the ladder's rungs: %s", name, scores)
+    if any(report["ladder_lost"]):
+        host.say(
+            "%s: %d of %d chains predicted badly at every T, and went back to the end of their warm start",
+            name, sum(report["ladder_lost"]), len(report["ladder_lost"]),
+        )  # fmt: skip
     first, temperature = report["ladder_drawn_at"][0], (result.fields or {})["temperature"]
     if first != temperature:
         host.say(

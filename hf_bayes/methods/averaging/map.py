@@ -177,11 +177,14 @@ def warm_start(
     def rescale(state: Any, ratio: float) -> Any:
         return state if _is_warming(state, steps) else with_inner(state, rule.rescale(inner_state(state), ratio))
 
+    def restart(state: Any, chains: Tensor) -> Any:
+        return state if _is_warming(state, steps) else with_inner(state, rule.restart(inner_state(state), chains))
+
     def anchor(state: Any) -> Tensor | None:
         return None if _is_warming(state, steps) else rule.anchor(inner_state(state))
 
     early_passes = {steps + number: _early_pass_of(each) for number, each in rule.early_passes.items()}
-    return Rule(init, locate, update, *_end_of(rule), early_passes, anchor, rescale)
+    return Rule(init, locate, update, *_end_of(rule), early_passes, anchor, rescale, restart)
 
 
 def _early_pass_of(early_pass: EarlyPass) -> EarlyPass:

@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_bayes.core.types import Prior
 from hf_bayes.distributions.covariance import Covariance, Full, Kronecker
+from hf_bayes.methods.laplace.prior_precision import precision_of
 
 Shapes = Sequence[tuple[int, ...]]
 """The shapes of the random tensors, in the order of theta."""
@@ -203,3 +205,11 @@ def _rotated(flat: Tensor, shape: tuple[int, ...], bases: list[Tensor], *, back:
     matrices = flat.unflatten(1, shape)
     rotated: Tensor = left @ matrices @ right.mT if back else left.mT @ matrices @ right
     return rotated.flatten(1)
+
+
+def ruled_by_data(roots: Roots, packed: Tensor, prior: Prior) -> Tensor:
+    """Return the directions [M, d] in which H > tau: S S' < half the prior's variance. All where there are none."""
+    variances = roots.variances(packed)
+    variance = precision_of(prior, variances[0]).variance
+    ruled: Tensor = variances < roots.of_prior(variance) / 2
+    return ruled | ~ruled.any(1, keepdim=True)

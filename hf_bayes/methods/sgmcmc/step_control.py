@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.core.config import MethodConfig
+
 MAX_HEAT = 1.5
 """The kinetic temperature over its law above which a step is too large. The mean over d momenta has a relative standard
 deviation of sqrt(2 / d). Six of these exceed 50 % below 288 parameters, and the mark is higher there."""
@@ -39,6 +41,11 @@ MAX_GROWTH = 2.0
 
 WINDOW = 12
 """Pairs of updates in the mean of V along the way, as many as the largest number of pairs before a chain starts."""
+
+
+def relaxation_of(config: MethodConfig, step_size: Any) -> Any:
+    """Return (1 - beta) / h^2, the updates in which a chain forgets its past, of a step size or a tensor of them."""
+    return (1 - float(getattr(config, "momentum", 0.0))) / step_size**2
 
 
 class PathNoise(NamedTuple):

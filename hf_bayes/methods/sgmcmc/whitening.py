@@ -42,10 +42,10 @@ from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
 from hf_bayes.methods.sgmcmc import laplace_trial, step_control
-from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, KroneckerRoots, Roots
+from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, KroneckerRoots, Roots, ruled_by_data
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.laplace_trial import Choice, Trial
-from hf_bayes.methods.sgmcmc.step_control import PathNoise
+from hf_bayes.methods.sgmcmc.step_control import PathNoise, relaxation_of
 
 MAX_STEP = 0.2
 """The largest h. In a direction of curvature 1 the discretisation then adds h^2 / (2 (1 + beta)) = 1 % to the variance
@@ -124,8 +124,9 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
 
     passes = {0: whitened.find_root, measured: whitened.choose}
     return Rule(
-        whitened.init, locate_at_theta, whitened.update, finish, None, passes, whitened.anchor, whitened.rescale
-    )
+        whitened.init, locate_at_theta, whitened.update, finish, None, passes, whitened.anchor, whitened.rescale,
+        whitened.restart,
+    )  # fmt: skip
 
 
 def _require_relaxation(config: LangevinConfig, problem: Problem) -> None:
@@ -137,11 +138,6 @@ def _require_relaxation(config: LangevinConfig, problem: Problem) -> None:
             f"burn-in pay {left / least:.2g} of that: its draws would be copies of where AdamW ended. Train until at "
             f"least {math.ceil(least)} updates follow burn-in, or take method='ensemble'"
         )
-
-
-def relaxation_of(config: LangevinConfig, step_size: Any) -> Any:
-    """Return (1 - beta) / h^2, the updates in which a chain forgets its past, of a step size or a tensor of them."""
-    return (1 - float(getattr(config, "momentum", 0.0))) / step_size**2
 
 
 @dataclass(frozen=True)
@@ -216,6 +212,16 @@ class WhitenedSampler:
         theta = state.origin + factor * (state.theta - state.origin)
         return _joined(theta, own, self.sampler.rescale(inner_state(state), ratio))
 
+    def restart(self, state: Any, chains: Tensor) -> Any:
+        """Return the state with some chains at theta_0, and the step size for the noise that was measured there."""
+        variance = _choice(state).variance.to(state.theta)
+        return state._replace(
+            theta=torch.where(chains[:, None], state.origin, state.theta),
+            step_size=torch.where(chains, (self._allowed / variance).sqrt().clamp_max(MAX_STEP), state.step_size),
+            path_num_seen=torch.where(chains, 0, state.path_num_seen),
+            path_variance=torch.where(chains, variance, state.path_variance),
+        )
+
     def update(self, state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
         """Return the state after an update that measures, or after one of the sampler."""
         count = int(state.trial_num_taken[0])  # all chains have done the same number of updates
@@ -251,7 +257,7 @@ class WhitenedSampler:
         both = self._whitened(state, state.theta, at_start), self._whitened(state, draw, at_draw)
         axes = functools.partial(self.roots.along_axes, state.root)
         gradients = torch.stack([-axes(gradient) for gradient in both], 1)
-        ruled = _ruled_by_data(self.roots, state.root, self.problem).to(state.theta)
+        ruled = ruled_by_data(self.roots, state.root, self.problem.prior).to(state.theta)
         trial = laplace_trial.take(_trial(state), gradients, axes(state.direction), ruled)
         state = state._replace(**{f"trial_{name}": value for name, value in trial._asdict().items()})
         if int(trial.num_taken[0]) < self.num_measured:
@@ -265,12 +271,12 @@ class WhitenedSampler:
 
     def _path_after(self, state: Any, gradient: Tensor) -> PathNoise:
         """Return the noise along the way with the gradient of one more update."""
-        ruled = _ruled_by_data(self.roots, state.root, self.problem)
+        ruled = ruled_by_data(self.roots, state.root, self.problem.prior)
         return step_control.take(_path(state), gradient, functools.partial(self.roots.along_axes, state.root), ruled)
 
     def _ruled_temperature(self, state: Any, momentum: Tensor) -> Tensor:
         """Return [M] the kinetic temperature along the directions that the data rule, where minibatches heat."""
-        ruled = _ruled_by_data(self.roots, state.root, self.problem)
+        ruled = ruled_by_data(self.roots, state.root, self.problem.prior)
         along = self.roots.along_axes(state.root, momentum)
         return torch.where(ruled, along.square(), 0.0).sum(1) / ruled.sum(1)
 
@@ -315,14 +321,6 @@ def _allowed_of(config: LangevinConfig) -> float:
     """Return h^2 V of the heating that is allowed."""
     friction = 1 - float(getattr(config, "momentum", 0.0))
     return 2 * config.allowed_heating * config.temperature * friction
-
-
-def _ruled_by_data(roots: Roots, packed: Tensor, problem: Problem) -> Tensor:
-    """Return the directions [M, d] in which H > tau: S S' < half the prior's variance. All where there are none."""
-    variances = roots.variances(packed)
-    variance = precision_of(problem.prior, variances[0]).variance
-    ruled: Tensor = variances < roots.of_prior(variance) / 2
-    return ruled | ~ruled.any(1, keepdim=True)
 
 
 def _joined(theta: Tensor, own: Whitening, inner: Any) -> Any:
