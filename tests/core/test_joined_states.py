@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
+from hf_bayes.core.joined_states import inner_state, joined_state, merged, rows_of, with_inner
 
 
 class Inner(NamedTuple):
@@ -42,3 +42,14 @@ def test_states_nest() -> None:
     outer = joined_state({"b": torch.ones(2)}, middle)
     assert inner_state(inner_state(outer)) == INNER
     assert type(joined_state({"b": torch.ones(2)}, middle)) is type(outer)
+
+
+def test_states_of_groups_of_chains_are_put_together() -> None:
+    whole = Inner(torch.arange(12.0).view(4, 3), torch.tensor([1, 2, 3, 4]))
+    groups = [[2, 0], [3], [1]]
+    parts = [(rows, rows_of(whole, rows)) for rows in groups]
+    assert parts[0][1].step.tolist() == [3, 1]
+    again = merged(parts)
+    assert isinstance(again, Inner)
+    assert all(torch.equal(found, value) for found, value in zip(again, whole, strict=True))
+    assert rows_of(Inner(whole.theta, None), [1]).step is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,41 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     assert run.method.temperature == temperatures[best]
 
 
+class Lose(Watch):
+    """Put chain 1 far from where the model predicts anything, one update before the choice."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        run, burn_in = self.trainer.run, self.trainer.active.problem.burn_in
+        if state.global_step == 4 + 3 * ((burn_in - 4) // 4) - 1:
+            away = torch.zeros_like(run.state.theta)
+            away[1] = 30 * torch.ones_like(away[1]).cumsum(0).cos()
+            run.state = run.state._replace(theta=run.state.theta + away)
+
+
+@pytest.mark.parametrize(("watch", "lost"), [(Lose(), [1]), (Watch(), [])], ids=["one is lost", "none is lost"])
+def test_a_lost_chain_goes_back_to_its_warm_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watch: Watch, lost: list[int]
+) -> None:
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    asked: list[Tensor] = []
+
+    def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
+        asked.append(theta.clone())
+        return 1.0, None
+
+    monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
+    method = config(ladder={"temperature": [1.0, 0.25]}, **WARM)
+    run = trainer(tmp_path, method, watch, learning_rate=None)
+    run.train()
+    for theta in asked:
+        at_start = (theta == run.run.state.origin).all(1)
+        assert at_start.nonzero()[:, 0].tolist() == lost
+    report = run.posterior.config.diagnostics
+    assert report["ladder_lost"] == [chain in lost for chain in range(4)]
+    assert ("1 of 4 chains predicted badly at every T" in caplog.text) == bool(lost)
+
+
 @pytest.mark.parametrize("best", [0, 1])
 def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int
@@ -146,6 +182,22 @@ def test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode(
     assert torch.equal(moved.root, state.root)
     hotter = rule.rescale(state, 1e4)
     assert torch.all(hotter.step_size == 0.2)  # the largest step that discretises well
+
+
+def test_a_chain_that_restarts_has_the_step_of_its_start(tmp_path: Path) -> None:
+    run = trainer(tmp_path, config(ladder=None, **WARM), learning_rate=None)
+    run.train()
+    state, rule = run.run.state, run.run.method
+    noisier = state._replace(step_size=0.5 * state.step_size, path_variance=4 * state.path_variance)
+    again = rule.restart(noisier, torch.tensor([False, True, False, False]))
+    assert torch.equal(again.theta[1], state.origin[1])
+    variance = state.choices[1, 2]
+    allowed = 2 * 0.1 * 0.1  # heating 0.1, beta = 0.9
+    assert float(again.step_size[1]) == pytest.approx(min(math.sqrt(allowed / float(variance)), 0.2), rel=1e-6)
+    assert float(again.path_variance[1]) == float(variance)
+    for name in ("theta", "step_size", "path_variance", "path_num_seen"):
+        before, after = getattr(noisier, name), getattr(again, name)
+        assert torch.equal(after[[0, 2, 3]], before[[0, 2, 3]])
 
 
 def test_at_the_choice_the_chains_of_other_temperatures_are_scaled(

@@ -33,7 +33,7 @@ OWN_CHOICES = (
     Fault("whitening: a trial that takes the draw for the start", "methods/sgmcmc/laplace_trial.py",
           "at_draw <= MAX_NOISE * at_start", "at_start <= MAX_NOISE * at_draw",
           ("methods/sgmcmc/test_laplace_trial.py::test_the_choice_follows_from_slope_and_variances",)),
-    Fault("whitening: directions that the prior rules count in V", "methods/sgmcmc/whitening.py",
+    Fault("whitening: directions that the prior rules count in V", "methods/sgmcmc/covariance_roots.py",
           "roots.of_prior(variance) / 2", "roots.of_prior(variance) * 2", (STEP_SIZE,)),
     Fault("whitening: no guard against heat", "methods/sgmcmc/step_control.py",
           "MAX_HEAT = 1.5", "MAX_HEAT = math.inf", (HOT,)),
