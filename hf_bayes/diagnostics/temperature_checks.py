@@ -21,12 +21,15 @@ uncertainty grows by about as much."""
 
 
 def check_kinetic(run: Measurements) -> str | None:
-    """Compare the temperature of the momenta of each chain with its law, and with the heating that is allowed."""
+    """Compare the temperature of the momenta of each chain with its law.
+
+    If predictions chose T, they chose it with the heating that is allowed.
+    """
     law = run.kinetic_temperature_law
     if run.kinetic_temperature is None or not law:  # at T = 0 momenta have no law
         return None
     low, high = widened_interval(run.dim, law, KINETIC_TOLERANCE)
-    high = max(high, (1 + run.heating) * law)
+    high = high if run.chosen_temperature is None else max(high, (1 + run.heating) * law)
     outside = [value for value in run.kinetic_temperature if not low <= value <= high]
     if not outside:
         return None

@@ -148,7 +148,7 @@ class Diagnosis:
     @property
     def _tolerance(self) -> float:
         """The relative error of a tensor's kinetic temperature that is accepted."""
-        return max(KINETIC_TOLERANCE, self._heating)
+        return KINETIC_TOLERANCE if self._chosen_temperature is None else max(KINETIC_TOLERANCE, self._heating)
 
     def _distances(self) -> dict[str, Tensor]:
         active = self._active

@@ -35,11 +35,12 @@ def test_heat_where_the_data_rule_counts_beyond_what_was_allowed() -> None:
     )
 
 
-def test_allowed_heat_of_all_momenta_is_no_fault() -> None:
+def test_allowed_heat_is_no_fault_if_predictions_chose_it() -> None:
     warm = dataclasses.replace(GOOD, dim=1_000_000, kinetic_temperature_law=0.3, kinetic_temperature=[0.41] * 4)
-    assert dataclasses.replace(warm, heating=0.4).verdict == "converged"
-    for hot in (dataclasses.replace(warm, heating=0.1), dataclasses.replace(warm, heating=0.36)):
-        assert hot.verdict.startswith("kinetic temperature 0.41 where 0.3 is expected (4 of 4 chains): gradient noise")
+    chosen = dataclasses.replace(warm, heating=0.4, chosen_temperature=0.285)
+    assert chosen.verdict == "converged"
+    for hot in (dataclasses.replace(chosen, heating=0.36), dataclasses.replace(chosen, chosen_temperature=None)):
+        assert "kinetic temperature 0.41 where 0.3 is expected (4 of 4 chains): gradient noise" in hot.verdict
 
 
 def test_cold_chains_under_a_ramp_are_told_to_shorten_it() -> None:
