@@ -191,7 +191,7 @@ def test_commands_name_scripts_and_targets_that_exist(page: str) -> None:
     scripts, targets, names = (
         re.findall(r"\bscripts/\S+\.py", commands),
         re.findall(r"^make (\S+)", commands, flags=re.MULTILINE),
-        re.findall(r"(?:hf-bayes|-m hf_bayes) (\w+)", commands),
+        re.findall(r"(?:hf-bayes|-m hf_bayes\.cli) (\w+)", commands),
     )
     assert scripts or targets or names
     assert set(names) <= set(COMMANDS)

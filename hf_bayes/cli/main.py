@@ -92,7 +92,7 @@ def _overview() -> str:
             *(f"  {name:{width}}  {words}" for name, words in COMMANDS.items()),
             "",
             "hf-bayes COMMAND --help lists the arguments of a command. On several devices, start it with",
-            "accelerate launch -m hf_bayes COMMAND ...",
+            "accelerate launch -m hf_bayes.cli COMMAND ...",
         ]
     )
 

@@ -58,7 +58,7 @@ def test_posteriors_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 def demo(*arguments: str) -> AbstractContextManager[str]:
     """Return ``serving`` for the command of this checkout."""
-    command = [sys.executable, "-m", "hf_bayes", "demo", *arguments]
+    command = [sys.executable, "-m", "hf_bayes.cli", "demo", *arguments]
     return serving(command, environment=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
