@@ -61,8 +61,8 @@ NUM_LOOKS = 4
 """Looks at the chains of a rung that is judged by its own chains alone."""
 
 LOST = 0.5
-"""A chain is lost if its nats exceed the median of all chains by more than this share. On real data, chains that had
-gone astray had three to five times the median; others at most 1.5 times, but for some on their way to T = 1."""
+"""A chain is lost if its nats exceed the median of all chains by more than this share, or are not finite. The share was
+chosen on CLINC150 and Debian sections: docs/results/recommend.md has the runs without and with this rule."""
 
 LEAST_BURN_IN = 16
 """The smallest number of updates of burn-in, after the warm start, with a ladder: four quarters of a look each."""
@@ -249,7 +249,7 @@ class _Ladder:
         theta = self._scaled(state, min(self.rungs, key=lambda rung: rung.temperature)).theta
         scores = data_pass(theta, HeldOutByRow("even", num_groups=len(theta)), gradient=False)
         nll = torch.tensor([score.nll.sum() / score.terms.sum() for score in scores]).to(state.theta)
-        lost = nll - nll.median() > LOST * nll.median().abs()
+        lost = ~(nll - nll.nanmedian() <= LOST * nll.nanmedian().abs())
         parts = [(rows, rung.rule.restart(part, lost[rows])) for rows, rung, part in self._parts(state)]
         return with_inner(state, merged(parts))._replace(ladder_lost=lost.to(state.ladder_lost))
 

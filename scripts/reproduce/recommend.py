@@ -130,7 +130,7 @@ class Bench:
             config = trainer.posterior.config
             calibration, chosen = config.calibration, config.method.get("temperature")
             free_energy = trainer.monitor.info.get("free_energy")
-            choice = ("ladder_temperature", "ladder_nll", "ladder_drawn_at")
+            choice = ("ladder_temperature", "ladder_nll", "ladder_lost", "ladder_drawn_at")
             ladder = {name: config.diagnostics[name] for name in choice if name in config.diagnostics}
             trainer.bayesian.detach()
         test = found.pop("test")

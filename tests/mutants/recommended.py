@@ -22,7 +22,7 @@ RECOMMENDED = (
           "(rows, rung.rule.restart(part, lost[rows]))", "(rows, part)",
           (f"{LADDER}test_a_lost_chain_goes_back_to_its_warm_start[one is lost]",)),
     Fault("ladder: every chain counts as lost", "methods/ladder.py",
-          "lost = nll - nll.median() > LOST * nll.median().abs()", "lost = torch.ones_like(nll) > 0",
+          "lost = ~(nll - nll.nanmedian() <= LOST * nll.nanmedian().abs())", "lost = torch.ones_like(nll) > 0",
           (f"{LADDER}test_a_lost_chain_goes_back_to_its_warm_start[none is lost]",)),
     Fault("whitening: a chain that restarts keeps its step size", "methods/sgmcmc/whitening.py",
           "torch.where(chains, (self._allowed / variance).sqrt().clamp_max(MAX_STEP), state.step_size)",

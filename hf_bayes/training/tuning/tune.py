@@ -40,7 +40,7 @@ KEPT = ("nll", "accuracy", "ece", "brier", "total", "epistemic", "member_nll")
 
 
 class _Plan(NamedTuple):
-    """What runs in which round.
+    """The candidates of both rounds.
 
     Attributes:
         early: the candidates of the first round.
