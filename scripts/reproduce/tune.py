@@ -3,7 +3,7 @@
     python -m scripts.reproduce.tune --data DATA          # the tasks that docs/results/tune.json lacks
 
 ``tune`` gets the rows that train and validate in ``recommend``, all its candidates, and its default budget: ten times
-the gradients of a run of that table. The test rows then judge the chosen posterior and the other finalists.
+the gradients of a run of that table. The test rows then judge the chosen posterior and those that it was chosen from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_bayes.cli.evaluation import evaluate
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import default_candidates
 from hf_bayes.training.tuning.record import Trial
-from hf_bayes.training.tuning.tune import finalist_folder
+from hf_bayes.training.tuning.tune import trial_folder
 from scripts.reproduce.recommend import Arguments as TaskArguments
 from scripts.reproduce.recommend import tasks
 from scripts.reproduce.recommend_tasks import Task
@@ -47,7 +47,7 @@ class Arguments:
 
 
 def run(task: Task) -> dict[str, Any]:
-    """Tune on a task, and return the trials and the scores of the finalists on the test rows."""
+    """Tune on a task, and return the trials, and the scores of those of finalists on the test rows."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         begin = time.process_time()
@@ -63,10 +63,10 @@ def run(task: Task) -> dict[str, Any]:
                 data_collator=default_data_collator, candidates=default_candidates,
             )  # fmt: skip
         seconds = time.process_time() - begin
-        finalists = [_tested(task, trial, Path(directory)) for trial in tuning.rounds[1]]
+        finalists = [_tested(task, trial, Path(directory)) for trial in tuning.kept]
     return {
         "seconds": round(seconds), "gradients": sum(trial.gradients for part in tuning.rounds for trial in part),
-        "chosen": tuning.chosen.name, "sentence": tuning.sentence,
+        "chosen": tuning.chosen.name, "chosen_gradients": tuning.chosen.gradients, "sentence": tuning.sentence,
         "first": [_trial(trial) for trial in tuning.rounds[0]], "finalists": finalists,
     }  # fmt: skip
 
@@ -78,10 +78,11 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 
 def _tested(task: Task, trial: Trial, directory: Path) -> dict[str, Any]:
-    """Return what held-out and test rows say about a finalist."""
+    """Return what held-out and test rows say about a trial of a finalist."""
     if trial.failure:
         return _trial(trial)
-    model = BayesianModelForSequenceClassification.from_pretrained(finalist_folder(directory, trial.name))
+    folder = trial_folder(directory, trial.name, trial.gradients)
+    model = BayesianModelForSequenceClassification.from_pretrained(folder)
     found = evaluate(model, {"test": task.sets["test"]}, task.case, default_data_collator, batch_size=100, hide=True)
     results = evaluation_results(found["test"], {}, task.case.figures)
     return {
@@ -122,16 +123,18 @@ def _nats(run: Mapping[str, Any], name: str) -> str:
 
 
 def _finalists(found: Mapping[str, Any]) -> str:
-    """Return the finalists, best on the held-out rows first; differences of the test NLL are paired by row."""
-    (chosen,) = (run for run in found["finalists"] if run["method"] == found["chosen"])
+    """Return the trials of finalists, best on the held-out rows first; differences of test NLLs are paired by row."""
+    is_chosen = (found["chosen"], found["chosen_gradients"])
+    (chosen,) = (run for run in found["finalists"] if (run["method"], run["gradients"]) == is_chosen)
     rows = []
     for run in _best_first(found["finalists"]):
         name = f"**{run['method']}** (chosen)" if run is chosen else run["method"]
         scores = [_nats(run, key) for key in ("heldout_nll", "nll", "ece")]
         alone = run is chosen or "failure" in run
         difference = "-" if alone else paired_difference(_row_nats(run), _row_nats(chosen))
-        rows.append([name, *scores, difference, run["cost"]])
-    return table(["method", "held-out NLL", "test NLL", "test ECE", "test NLL - chosen's", "passes"], rows)
+        rows.append([name, run["gradients"], *scores, difference, run["cost"]])
+    heads = ["method", "gradients", "held-out NLL", "test NLL", "test ECE", "test NLL - chosen's", "passes"]
+    return table(heads, rows)
 
 
 def _row_nats(run: Mapping[str, Any]) -> NDArray[np.float64]:

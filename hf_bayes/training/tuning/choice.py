@@ -34,33 +34,37 @@ def _within(trial: Trial, lowest: Trial) -> bool:
 
 
 def sentence(chosen: Trial, trials: Sequence[Trial]) -> str:
-    """Return the result in one or two sentences."""
-    plain = [trial for trial in trials if trial.name.startswith(PLAIN) and math.isfinite(trial.mean_nll)]
+    """Return the result in up to three sentences."""
+    finished = [trial for trial in trials if math.isfinite(trial.mean_nll)]
+    plain = [trial for trial in finished if trial.name.startswith(PLAIN)]
+    others = [trial for trial in finished if trial not in plain]
     text = f"{chosen.name} is chosen: held-out NLL {chosen.mean_nll:.4f}"
-    if not plain:
-        return f"{text}."
-    rival = min(plain, key=lambda trial: trial.mean_nll)
-    if chosen.name.startswith(PLAIN):
-        others = [trial for trial in trials if trial not in plain and math.isfinite(trial.mean_nll)]
-        if not others:
-            return f"{text}."
+    if plain and chosen not in plain:
+        difference, error = chosen.difference(min(plain, key=lambda trial: trial.mean_nll))
+        text += f", {-difference:.4f} (standard error {error:.2g}) less than plain fine-tuning with a temperature"
+    text += "."
+    if chosen in plain and others:
         other = min(others, key=lambda trial: trial.mean_nll)
         difference, error = other.difference(chosen)
-        return (
-            f"{text}. Plain fine-tuning with a temperature is as good here: the best other method ({other.name}) "
-            f"differs by {difference:+.4f} (standard error {error:.2g}) and costs more."
+        text += (
+            f" Plain fine-tuning with a temperature is as good here: the best other method ({other.name}) differs by "
+            f"{difference:+.4f} (standard error {error:.2g}) and costs more."
         )
-    difference, error = chosen.difference(rival)
-    return f"{text}, {-difference:.4f} (standard error {error:.2g}) less than plain fine-tuning with a temperature."
+    for trial in finished:
+        if trial.name == chosen.name and trial.gradients > chosen.gradients:
+            text += (
+                f" The chosen run has {chosen.gradients:,} gradients; with {trial.gradients:,} the NLL is "
+                f"{trial.mean_nll:.4f}, so do not train longer."
+            )
+    return text
 
 
 def as_table(trials: Sequence[Trial], chosen: Trial) -> Table:
     """Return the trials as a table, best first. ``t`` is the temperature, ``cost`` the forward passes."""
-    title = f"Held-out rows, {chosen.gradients:,} gradients each"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table = Table(title="Held-out rows", title_justify="left", box=None, padding=(0, 1, 0, 0))
     failures = [f"{trial.name} failed: {trial.failure}" for trial in trials if trial.failure]
     table.caption, table.caption_justify = "\n".join(failures), "left"
-    for column in ("method", "NLL", "NLL - chosen's", "acc.", "ECE", "t", "cost"):
+    for column in ("method", "gradients", "NLL", "NLL - chosen's", "acc.", "ECE", "t", "cost"):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for trial in sorted(trials, key=lambda trial: (trial.mean_nll, trial.name)):
         if trial.failure:
@@ -71,5 +75,6 @@ def as_table(trials: Sequence[Trial], chosen: Trial) -> Table:
             f"{trial.metrics[name]:.3f}" if name in trial.metrics else "-"
             for name in ("accuracy", "ece", "temperature")
         )
-        table.add_row(trial.name, f"{trial.mean_nll:.4f}", relative, *numbers, str(trial.cost))
+        gradients = f"{trial.gradients:,}"
+        table.add_row(trial.name, gradients, f"{trial.mean_nll:.4f}", relative, *numbers, str(trial.cost))
     return table

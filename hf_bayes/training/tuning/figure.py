@@ -14,28 +14,29 @@ def draw(rounds: Sequence[Sequence[Trial]], chosen: Trial, path: str | os.PathLi
 
     Args:
         rounds: the trials of each round; the last round has the largest budget.
-        chosen: the trial that was chosen, of the last round.
+        chosen: the trial that was chosen.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    last = {trial.name: trial for trial in rounds[-1]}
-    latest = {trial.name: trial for trials in rounds for trial in trials if math.isfinite(trial.mean_nll)}
-    order = sorted(latest, key=lambda name: (name not in last, latest[name].mean_nll))
+    last = {trial.name for trial in rounds[-1]}
+    finished = [trial for trials in rounds for trial in trials if math.isfinite(trial.mean_nll)]
+    best = {trial.name: trial.mean_nll for trial in sorted(finished, key=lambda trial: -trial.mean_nll)}
+    order = sorted(best, key=lambda name: (name not in last, best[name]))
     figure = Figure(figsize=(8, 0.35 * len(order) + 1.4), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    for place, name in enumerate(order):
-        trial = latest[name]
+    for trial in finished:
         _, error = trial.difference(chosen)
-        colour = "tab:green" if trial is chosen else "tab:blue" if name in last else "silver"
+        colour = "tab:green" if trial is chosen else "tab:blue" if trial in rounds[-1] else "silver"
+        place = order.index(trial.name)
         axis.errorbar(trial.mean_nll, place, xerr=None if trial is chosen else error, fmt="o", color=colour, capsize=3)
     axis.set_yticks(range(len(order)), order)
     axis.invert_yaxis()
     axis.axvline(chosen.mean_nll, color="tab:green", linewidth=0.8, linestyle=":")
     axis.set_xlabel("held-out NLL in nats per term")
     axis.set_title(
-        "green: chosen; grey: given up after the first round, with a smaller budget\n"
+        "green: chosen; grey: the first round, with a smaller budget; blue: the second round\n"
         "bars: standard error of the difference to the chosen method", fontsize=9, loc="left",
     )  # fmt: skip
     axis.grid(alpha=0.3, axis="x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,12 +67,14 @@ class Tuning(NamedTuple):
         chosen: the trial of this candidate.
         rounds: the trials of each round; those of a round have equal budgets. A candidate that needs a longer run than
             the first round allows has a trial in the second one only.
+        kept: the trials among which was chosen, those of the finalists in both rounds.
         sentence: the result in words.
     """
 
     posterior: Posterior
     chosen: Trial
     rounds: tuple[tuple[Trial, ...], ...]
+    kept: tuple[Trial, ...]
     sentence: str
 
 
@@ -92,8 +95,9 @@ def tune(
 
     All candidates run with a small part of the budget. The best of them, and always the best one with a single set
     of weights, run again with four times as much, together with those that need such a long run. Each run fits the
-    temperature of its mixture on the held-out rows. The cheapest method within one standard error of the lowest NLL
-    is chosen. Finished runs are kept in ``output_dir``, so a call that was interrupted goes on where it was.
+    temperature of its mixture on the held-out rows. Of both runs of these methods, the cheapest within one standard
+    error of the lowest NLL is chosen: a longer run may be worse. Finished runs are kept in ``output_dir``, so a call
+    that was interrupted goes on where it was.
 
     Args:
         model: a transformers or peft model. Each run attaches it, and it is given back as it was.
@@ -123,19 +127,25 @@ def tune(
     record = TuningRecord.open(str(args.output_dir), _identity(rows, args, **given))
     trials = _Trials(model, args, given, record)
     first, second = _run_rounds(trials, plan, show=not args.disable_tqdm)
-    chosen = best_of(second)
-    posterior = Posterior.from_pretrained(trials.folder(chosen.name))
+    finalists = {trial.name for trial in second}
+    kept = (*(trial for trial in first if trial.name in finalists), *second)
+    chosen = best_of(kept)
+    posterior = Posterior.from_pretrained(trials.folder(chosen))
     posterior.save_pretrained(str(args.output_dir))
-    text = sentence(chosen, second)
+    text = sentence(chosen, kept)
     draw((first, second), chosen, Path(str(args.output_dir)) / "tuning.png")
-    Console().print(as_table(second, chosen))
+    Console().print(as_table(kept, chosen))
     Console().print(text)
-    return Tuning(posterior, chosen, (first, second), text)
+    return Tuning(posterior, chosen, (first, second), kept, text)
 
 
-def finalist_folder(output_dir: Path, name: str) -> Path:
-    """Return the folder in which a tuning keeps the posterior of a finalist."""
-    return output_dir / "finalists" / "".join(c if c.isalnum() else "_" for c in name)
+def trial_folder(output_dir: Path, name: str, gradients: int) -> Path:
+    """Return the folder in which a tuning keeps the posterior of a finalist's trial."""
+    return output_dir / "finalists" / f"{_folder_name(name)}_{gradients}"
+
+
+def _folder_name(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 def _identity(
@@ -168,18 +178,25 @@ class _Trials:
     ) -> None:
         self._model, self._args, self._given, self._record = model, args, given, record
 
-    def folder(self, name: str) -> Path:
-        """Return the folder of a finalist's posterior."""
-        return finalist_folder(Path(str(self._args.output_dir)), name)
+    def folder(self, trial: Trial) -> Path:
+        """Return the folder of a trial's posterior."""
+        return trial_folder(Path(str(self._args.output_dir)), trial.name, trial.gradients)
 
-    def run(self, candidate: Candidate, gradients: int, bar: Any, *, keep: bool) -> Trial:
-        """Return the trial of a candidate, finished now or by an earlier call; ``keep`` saves its posterior."""
+    def remove_others(self, trials: Sequence[Trial], finalists: Sequence[Candidate]) -> None:
+        """Remove the posteriors of trials whose candidates are no finalists."""
+        names = {candidate.name for candidate in finalists}
+        for trial in trials:
+            if trial.name not in names:
+                shutil.rmtree(self.folder(trial), ignore_errors=True)
+
+    def run(self, candidate: Candidate, gradients: int, bar: Any) -> Trial:
+        """Return the trial of a candidate, finished now or by an earlier call. Its posterior is saved."""
         bar.set_postfix_str(candidate.name)
         found = self._record.find(candidate.name, gradients)
         if found is None:
             begin = time.perf_counter()
             try:
-                metrics, nll, terms = self._train(candidate, gradients, keep=keep)
+                metrics, nll, terms = self._train(candidate, gradients)
                 failure = ""
             except (ValueError, FloatingPointError) as error:  # one candidate must not end the others
                 metrics, nll, terms, failure = {}, [], [], str(error)
@@ -189,18 +206,15 @@ class _Trials:
         bar.update(gradients)
         return found
 
-    def _train(
-        self, candidate: Candidate, gradients: int, *, keep: bool
-    ) -> tuple[dict[str, float], list[float], list[int]]:
+    def _train(self, candidate: Candidate, gradients: int) -> tuple[dict[str, float], list[float], list[int]]:
         updates = gradients // candidate.gradients_per_update // self._args.gradient_accumulation_steps
         changes = {
-            "output_dir": str(self.folder(candidate.name)), "learning_rate": candidate.learning_rate,
-            "max_steps": max(1, updates),
+            "output_dir": str(trial_folder(Path(str(self._args.output_dir)), candidate.name, gradients)),
+            "learning_rate": candidate.learning_rate, "max_steps": max(1, updates),
         }  # fmt: skip
         with finished_run(self._model, candidate.method, self._args, given=self._given, **changes) as trainer:
             trainer.evaluate()
-            if keep:
-                trainer.save_model()
+            trainer.save_model()
             evaluation = trainer.outcome.evaluator.last["eval"]
             assert evaluation.rows is not None
             metrics = {name: evaluation.metrics[name] for name in KEPT if name in evaluation.metrics}
@@ -213,18 +227,24 @@ class _Trials:
 
 def _run_rounds(trials: _Trials, plan: _Plan, *, show: bool) -> tuple[tuple[Trial, ...], tuple[Trial, ...]]:
     """Return the trials of the first round, and those of the finalists with ``SHARE`` times the gradients."""
+    first: tuple[Trial, ...] = ()
     with tqdm(total=plan.parts * plan.per_trial, unit="gradient", desc="tuning", disable=not show) as bar:
-        first = tuple(trials.run(candidate, plan.per_trial, bar, keep=False) for candidate in plan.early)
+        for candidate in plan.early:
+            first = (*first, trials.run(candidate, plan.per_trial, bar))
+            # a candidate that is no finalist among some trials is none among more of them
+            trials.remove_others(first, _finalists(plan.early, first))
         finalists = (*_finalists(plan.early, first), *plan.late)
-        second = tuple(trials.run(candidate, SHARE * plan.per_trial, bar, keep=True) for candidate in finalists)
+        second = tuple(trials.run(candidate, SHARE * plan.per_trial, bar) for candidate in finalists)
     return first, second
 
 
 def _check_names(rows: Sequence[Candidate]) -> None:
-    """Check that there are candidates, and that no two have the same name."""
+    """Check that there are candidates, and that no two have the same name, or the same folder."""
     names = [candidate.name for candidate in rows]
-    if not rows or len(set(names)) < len(names):
-        raise ValueError(f"tune needs candidates with names of their own, got {names}")
+    if not rows or len({_folder_name(name) for name in names}) < len(names):
+        raise ValueError(
+            f"tune needs candidates with names of their own, got {names}: choose names that differ in letters or digits"
+        )
 
 
 def _check(eval_dataset: Any) -> None:
@@ -274,8 +294,13 @@ def _plan(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: in
 
 
 def _finalists(rows: Sequence[Candidate], trials: Sequence[Trial]) -> list[Candidate]:
-    """Return the candidates of the second round: those of the lowest NLL, and the best with one forward pass."""
-    order = sorted(range(len(rows)), key=lambda index: trials[index].mean_nll)
+    """Return the candidates of the second round: those of the lowest NLL, and the best with one forward pass.
+
+    Args:
+        rows: the candidates.
+        trials: the trials of the first of them, or of all.
+    """
+    order = sorted(range(len(trials)), key=lambda index: trials[index].mean_nll)
     best = order[:NUM_FINALISTS]
     single = [index for index in order if rows[index].cost == 1][:1]
     if single and single[0] not in best:

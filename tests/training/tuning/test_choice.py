@@ -48,14 +48,22 @@ def test_the_sentence_says_when_plain_fine_tuning_is_as_good() -> None:
     )
 
 
+def test_the_sentence_says_that_a_longer_run_is_worse() -> None:
+    plain = scored(PLAIN, 0.0, 1)
+    long = scored(PLAIN, -0.1, 1)._replace(gradients=400)
+    end = "The chosen run has 100 gradients; with 400 the NLL is 1.1000, so do not train longer."
+    assert sentence(plain, [plain, long]).endswith(end)
+    assert "longer" not in sentence(long, [plain, long])
+
+
 def test_the_table_has_a_line_for_every_trial() -> None:
     plain, failed = scored(PLAIN, 0.0, 1), trial("swag", nll=[], failure="diverged at step 3")
     console = Console(record=True, width=80, file=io.StringIO())
     console.print(as_table([failed, plain, scored("ensemble", -0.1, 4)], plain))
     title, head, *lines, caption = console.export_text().splitlines()
-    assert (title.strip(), head.split()[0]) == ("Held-out rows, 100 gradients each", "method")
+    assert (title.strip(), head.split()[:2]) == ("Held-out rows", ["method", "gradients"])
     assert len(lines) == 2
     assert lines[0].startswith(PLAIN)
     assert lines[1].startswith("ensemble")
-    assert "+0.100 ± 0.050" in lines[1]
+    assert "100 1.1000 +0.100 ± 0.050" in " ".join(lines[1].split())
     assert caption.strip() == "swag failed: diverged at step 3"

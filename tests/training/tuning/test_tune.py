@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.training.tuning import tune as module
 from hf_bayes.training.tuning.candidates import Candidate
-from hf_bayes.training.tuning.tune import Tuning, tune
+from hf_bayes.training.tuning.tune import Tuning, trial_folder, tune
 from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
 from tests import runs
 from tests.tiny_models import tiny_bert
@@ -68,12 +69,15 @@ def test_the_best_posterior_is_saved_with_its_temperature(tuned: tuple[Path, Tun
 
 
 def test_rounds_share_the_budget_and_a_failure_ends_nothing(tuned: tuple[Path, Tuning]) -> None:
-    _, (_, _, (first, second), text) = tuned
+    _, result = tuned
+    first, second = result.rounds
     assert [trial.name for trial in first] == [candidate.name for candidate in CANDIDATES]
     assert {trial.gradients for trial in first} == {200}  # 4000 / (4 + 4 * 4)
     assert {trial.gradients for trial in second} == {800}
     assert "hmc with these settings needs a learning_rate" in first[-1].failure
-    assert "is chosen: held-out NLL" in text
+    assert "is chosen: held-out NLL" in result.sentence
+    finalists = {trial.name for trial in second}
+    assert result.kept == (*(trial for trial in first if trial.name in finalists), *second)
     assert sum(trial.gradients for trial in (*first, *second)) <= 4000
 
 
@@ -99,6 +103,26 @@ def test_a_late_candidate_can_make_another_one_late() -> None:
     assert planned(1, 1, 1, 1, 1, 101) == (list("abcde"), ["f"], 88)  # 2200 / (5 + (4 + 1) * 4)
     assert planned(1, 1, 1, 1, 89, 101) == (list("abcd"), ["f", "e"], 78)  # 2200 / (4 + (4 + 2) * 4)
     assert planned(441) == (["a"], [], 440)  # too short for all: the run says so
+
+
+def test_the_shorter_run_is_kept_if_the_longer_one_is_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = module._Trials._train
+
+    def worse_with_time(self: Any, candidate: Candidate, gradients: int) -> Any:
+        metrics, nll, terms = train(self, candidate, gradients)
+        return metrics, [nats + gradients / 1000 for nats in nll], terms
+
+    monkeypatch.setattr(module._Trials, "_train", worse_with_time)
+    result = call(tmp_path, CANDIDATES[1:2], budget=1000)
+    short, long = (
+        Posterior.from_pretrained(trial_folder(tmp_path, "plain fine-tuning", gradients)).approximation.theta
+        for gradients in (200, 800)
+    )
+    saved = Posterior.from_pretrained(tmp_path).approximation.theta
+    assert result.chosen.gradients == 200
+    assert torch.equal(saved, short)
+    assert not torch.equal(saved, long)
+    assert "with 800 the NLL is" in result.sentence
 
 
 def test_a_second_call_repeats_no_run(tuned: tuple[Path, Tuning], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +159,10 @@ def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
         ({"budget": 1000}, r"budget=1,000 gradients give 25 updates to each of 2 chains.*give at least 1,600"),
         ({"candidates": CANDIDATES[:1] * 2}, r"names of their own, got \['slow', 'slow'\]"),
         ({"candidates": ()}, r"names of their own, got \[\]"),
+        (
+            {"candidates": [c._replace(name=name) for c, name in zip(CANDIDATES, ("a b", "a.b"), strict=False)]},
+            "choose names that differ in letters or digits",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_the_first_run(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -154,7 +182,7 @@ def test_other_heldout_rows_are_another_tuning(tuned: tuple[Path, Tuning]) -> No
         call(tuned[0], eval_dataset=learnable(200, 2))
 
 
-def test_single_runs_print_nothing_and_only_finalists_are_saved(
+def test_single_runs_print_nothing_and_finalists_are_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "NUM_FINALISTS", 1)
@@ -163,7 +191,10 @@ def test_single_runs_print_nothing_and_only_finalists_are_saved(
     assert "train_runtime" not in printed
     assert "eval_nll" not in printed
     assert result.sentence in " ".join(printed.split())
-    assert [path.name for path in (tmp_path / "finalists").glob("*/manifest.json")] == ["manifest.json"]
+    (name,) = {trial.name for trial in result.rounds[1]}
+    found = {path.parent for path in (tmp_path / "finalists").glob("*/manifest.json")}
+    assert found == {trial_folder(tmp_path, name, trial.gradients) for trial in result.kept}
+    assert len(found) == 2
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +207,16 @@ def test_the_best_single_set_of_weights_always_runs_again() -> None:
     rows = [Candidate(str(index), MAPConfig(), None, cost) for index, cost in enumerate((4, 4, 4, 4, 1, 1))]
     trials = [runs_of(str(index), nll) for index, nll in enumerate((0.1, 0.2, 0.3, 0.4, 0.9, 0.8))]
     assert [row.name for row in module._finalists(rows, trials)] == ["0", "1", "2", "5"]
+    assert [row.name for row in module._finalists(rows, trials[:5])] == ["0", "1", "2", "4"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_candidate_that_is_removed_is_no_finalist_later(seed: int) -> None:
+    chance = random.Random(seed)
+    rows = [Candidate(str(index), MAPConfig(), None, chance.choice((1, 4))) for index in range(9)]
+    trials = [runs_of(str(index), chance.random()) for index in range(9)]
+    finalists = [{row.name for row in module._finalists(rows, trials[:count])} for count in range(1, 10)]
+    assert all(name in some for name in finalists[-1] for count, some in enumerate(finalists) if int(name) <= count)
 
 
 def runs_of(name: str, nll: float) -> Any:
