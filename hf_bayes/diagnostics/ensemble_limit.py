@@ -52,12 +52,13 @@ def risk_asymptote(log_lik: Tensor, chain: Sequence[int]) -> RiskAsymptote | Non
     members. The orders stay the same when a member is left out.
 
     Args:
-        log_lik: [n, M] log p of n labels under each member.
+        log_lik: [n, P, M] log-likelihoods of the P parts of n terms under each member. Each part has a mixture of its
+            own (``Likelihood.log_prob_parts``).
         chain: [M] the chain of each member.
     Returns:
         The fit. None for fewer than ``MIN_MEMBERS`` members, or if a label has probability 0 under all members.
     """
-    count = log_lik.shape[1]
+    count = log_lik.shape[-1]
     if count < MIN_MEMBERS:
         return None
     log_lik = log_lik.double()
@@ -80,9 +81,10 @@ def risk_asymptote(log_lik: Tensor, chain: Sequence[int]) -> RiskAsymptote | Non
 def _risks(log_lik: Tensor, orders: Tensor) -> Tensor:
     """Return C(1), ..., C(S) as [S]: the mean over the orders [R, S] of the risk of their first members."""
     sizes = torch.arange(1, orders.shape[1] + 1, dtype=log_lik.dtype)
-    peak = log_lik.amax(1, keepdim=True)
+    peak = log_lik.amax(-1, keepdim=True)
     weights = (log_lik - peak).exp()  # five times as fast as logcumsumexp, and as accurate within 700 nats of the peak
-    risks = [sizes.log() - (weights[:, order].cumsum(1).log() + peak).mean(0) for order in orders]
+    mixtures = ((weights[..., order].cumsum(-1) / sizes).log() + peak for order in orders)
+    risks = [-log_mixture.sum(1).mean(0) for log_mixture in mixtures]
     return torch.stack(risks).mean(0)
 
 

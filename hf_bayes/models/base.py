@@ -278,7 +278,7 @@ class BayesianModel(HostMethods):
 
         Args:
             folded: True if the batch has different rows for each member.
-            weights: [m, n] weights of the n terms of a batch that is not folded; None means weight 1.
+            weights: [m, n, P] of the parts of terms (``log_prob_parts``) of a batch that is not folded; None is 1.
         Returns:
             ``loss`` [m], minus the sum of log-likelihoods in nats, and ``num_terms`` [m].
         Raises:
@@ -291,8 +291,8 @@ class BayesianModel(HostMethods):
 
         Returns:
             [n] tensors, one entry per likelihood term: nll, confidence, correct, brier, total, aleatoric, epistemic of
-            the mixture, member_nll (mean over members) and member_log_lik [n, M]; other likelihoods as in
-            ``predictives``. With ``keep_logits`` also the mixture's logits in the shape of the wrapped model's.
+            the mixture, member_nll (mean over members), member_log_lik [n, P, M] of a term's parts; other likelihoods
+            as in ``predictives``. With ``keep_logits`` also the mixture's logits in the shape of the wrapped model's.
         """
         return self.read_predictions(inputs, lambda found, labels: found.statistics(labels), keep_logits=keep_logits)
 

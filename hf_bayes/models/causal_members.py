@@ -173,7 +173,7 @@ class CausalMembers:
             def log_prob(logits: Tensor, places: Tensor) -> Tensor:
                 """Return the log-likelihood of the terms at ``places``: the head runs on a few at a time."""
                 found = likelihood.log_prob(logits, labels.gather(1, places))
-                return found if weights is None else found * weights.gather(1, places)
+                return found if weights is None else found * weights[..., 0].gather(1, places)
 
             log_lik = self.head.log_lik(hidden[:, wanted], output, places, log_prob)
             self.members.check_all_read()

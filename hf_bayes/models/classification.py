@@ -121,7 +121,8 @@ class BayesianClassifier(BayesianModel):
         is_term = self.likelihood.is_term(labels.flatten(0, 1)).view(members, -1)
         log_prob = self.likelihood.log_prob(logits.flatten(1, -2), labels.flatten(1, logits.ndim - 2))
         if weights is not None:
-            log_prob = log_prob[is_term].view(members, -1) * weights
+            parts = self.likelihood.log_prob_parts(logits.flatten(1, -2), labels.flatten(1, logits.ndim - 2))
+            log_prob = (parts[is_term].view_as(weights) * weights).sum(-1)
         return MemberLogLik(-log_prob.sum(1), is_term.sum(1))
 
     def outputs(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:

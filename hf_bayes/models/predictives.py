@@ -137,6 +137,11 @@ class NumberPredictive:
         )
 
 
+def _member_scores(parts: Tensor, spread: LocalMembers) -> dict[str, Tensor]:
+    """Return the statistics of single members from the log-likelihoods [m, n, P] of the parts of n terms."""
+    return {"member_nll": -spread.mean(parts.sum(-1)), "member_log_lik": spread.every(parts).movedim(0, -1)}
+
+
 # -- from the logits of members -------------------------------------------------------------------------------------
 
 
@@ -165,11 +170,7 @@ class MemberPredictive(NumberPredictive):
         """Return the NLL of the mixture and of the members."""
         logits = self.member_logits
         per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
-        return {
-            "nll": -self.spread.log_mean_exp(per_member),
-            "member_nll": -self.spread.mean(per_member),
-            "member_log_lik": self.spread.every(per_member).T,
-        }
+        return {"nll": -self.spread.log_mean_exp(per_member), **_member_scores(per_member[..., None], self.spread)}
 
 
 class MemberClasses(ClassPredictive):
@@ -185,8 +186,7 @@ class MemberClasses(ClassPredictive):
         terms = labels != IGNORE
         members, chosen_labels = widened(self.member_logits[:, terms]), labels[terms]
         chosen = members.gather(-1, chosen_labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
-        own = {"member_nll": -self.spread.mean(chosen), "member_log_lik": self.spread.every(chosen).T}
-        return {**super().statistics(labels), **own}
+        return {**super().statistics(labels), **_member_scores(chosen[..., None], self.spread)}
 
 
 class MemberLabels(LabelPredictive):
@@ -199,9 +199,9 @@ class MemberLabels(LabelPredictive):
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL of the mixture and of the members, and uncertainties."""
-        per_member = self.likelihood.log_prob(self.member_logits, labels.expand(len(self.member_logits), *labels.shape))
-        own = {"member_nll": -self.spread.mean(per_member), "member_log_lik": self.spread.every(per_member).T}
-        return {**super().statistics(labels), **own}
+        logits = self.member_logits
+        parts = self.likelihood.log_prob_parts(logits, labels.expand(len(logits), *labels.shape))
+        return {**super().statistics(labels), **_member_scores(parts, self.spread)}
 
 
 class MemberNumbers(MemberPredictive):

@@ -79,7 +79,7 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
             """Return the log-likelihood of all pairs [m], given the log-probabilities of their answers [m, 2 B]."""
             log_prob = self.likelihood.log_prob(self.rewards(sums, reference), labels)
             if weights is not None:
-                log_prob = log_prob[is_term].view(members, -1) * weights
+                log_prob = log_prob[is_term].view(members, -1) * weights[..., 0]
             return log_prob.sum(1)
 
         log_lik = self.causal.log_lik_of_texts(theta, texts, tokens, of_texts, folded=folded)

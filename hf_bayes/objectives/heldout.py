@@ -65,8 +65,8 @@ class HeldOutRows:
         grad = torch.zeros_like(theta) if gradient else None
         with model.showing(theta), evaluating(model):
             for batch, log_lik in self._log_liks(rows):
-                mixture = log_lik.double().logsumexp(1) - math.log(len(theta))
-                single = log_lik.double().mean(1)
+                mixture = log_lik.double().logsumexp(-1) - math.log(len(theta))
+                single = log_lik.double().mean(-1)
                 sums += torch.stack([sums.new_tensor(len(mixture)), -mixture.sum(), -single.sum()])
                 if grad is not None:
                     self._add_gradient(grad, theta, batch, log_lik)
@@ -93,10 +93,10 @@ class HeldOutRows:
                 counts = model.terms_per_row(batch).cpu()
                 places = numbers[start : start + len(counts)]
                 start += len(counts)
-                groups = log_lik.double().unflatten(1, (what.num_groups, -1))
-                size = groups.shape[2]
-                mixed, single = math.log(size) - groups.logsumexp(2), -groups.mean(2)
-                nats = _of_members(mixed, single, size, what.num_members)
+                groups = log_lik.double().unflatten(-1, (what.num_groups, -1))
+                size = groups.shape[-1]
+                mixed, single = math.log(size) - groups.logsumexp(-1), -groups.mean(-1)
+                nats = _of_members(mixed, single, size, what.num_members).sum(1)
                 nll.index_add_(1, places.repeat_interleave(counts), nats.T.cpu())
                 terms[places] = counts
         if self.mesh is not None:
@@ -119,15 +119,18 @@ class HeldOutRows:
         return slice(self.mesh.data_rank, None, self.mesh.data_size)
 
     def _log_liks(self, rows: range) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Yield batches of these rows, and the log-likelihood [n, M] of their n terms for the members shown."""
+        """Yield batches of these rows, and the log-likelihoods [n, P, M] of the parts of their n terms.
+
+        They are those of the members shown. Each part has a mixture of its own (``Likelihood.log_prob_parts``).
+        """
         for batch in self.batches(rows) if len(rows) else ():
             with torch.no_grad(), self.context():
                 log_lik = self.model.evaluate_batch(batch)[0]["member_log_lik"]
             yield batch, log_lik
 
     def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
-        """Add -sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t), the share of draw m in term t."""
-        shares = log_lik.to(theta).softmax(1).T
+        """Add -sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t), the share of draw m in part t of a term."""
+        shares = log_lik.to(theta).softmax(-1).movedim(-1, 0)
         size = len(next(iter(self.model.passes(batch))))
         for start in range(0, len(theta), size):
             some = slice(start, start + size)

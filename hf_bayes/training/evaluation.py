@@ -41,8 +41,8 @@ class Evaluation(NamedTuple):
     Attributes:
         metrics: name -> number, without a prefix; empty where no term was evaluated.
         rows: the NLL of every row.
-        member_log_lik: [n, M] of terms spread evenly over the rows, ``MAX_KEPT`` numbers at most; None of a model
-            without members.
+        member_log_lik: [n, P, M] of the parts of terms spread evenly over the rows, ``MAX_KEPT`` numbers at most; None
+            of a model without members.
     """
 
     metrics: dict[str, float]

@@ -35,6 +35,13 @@ class Likelihood(Protocol):
         """
         ...
 
+    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return [M, N, P], the log-likelihoods of a term's parts, without weights of rows.
+
+        Predictions average each part over members. Several labels of an input are P parts, every other term is one.
+        """
+        ...
+
     def max_log_prob(self, num_outputs: int) -> float:
         """Return the largest possible log-likelihood of a term, given the number of outputs."""
         ...
@@ -59,7 +66,6 @@ class Likelihood(Protocol):
         """Return logits [M, N, C] without the part that the likelihood ignores; the result is [M, N, C] or [M, N, k].
 
         Args:
-            logits: [M, N, C].
             columns: [N, k], the wanted outputs of each term; None for all outputs.
         """
         ...
@@ -72,7 +78,6 @@ class Likelihood(Protocol):
         """Return labels drawn from the model, by inverting the distribution function of logits [n, C] at ``uniforms``.
 
         Args:
-            logits: [n, C].
             uniforms: numbers in [0, 1), in the shape of the labels: [n], or [n, C] if ``labels_per_output``.
         """
         ...
@@ -101,6 +106,9 @@ class Categorical:
         logits = widened(logits)
         nll = F.cross_entropy(logits.flatten(0, 1), labels.reshape(-1), ignore_index=IGNORE, reduction="none")
         return -nll.view(labels.shape)
+
+    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.log_prob(logits, labels)[..., None]
 
     def max_log_prob(self, num_outputs: int) -> float:
         return 0.0
@@ -178,8 +186,11 @@ class Bernoulli:
     predicts_classes: ClassVar[bool] = False
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.log_prob_parts(logits, labels).sum(-1)
+
+    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
-        return -F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(-1)
+        return -F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
 
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
         return _gathered(widened(logits), columns)
@@ -235,6 +246,9 @@ class Normal:
         logits = widened(logits)
         z = (labels.to(logits.dtype).reshape(logits.shape) - logits) / self.noise_std
         return (-0.5 * z.square() - math.log(self.noise_std) - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.log_prob(logits, labels)[..., None]
 
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
         return _gathered(widened(logits), columns)
@@ -296,8 +310,6 @@ def refuse_labels(
     """Raise an error that names the first row of ``labels`` [B, ...] whose label is outside the likelihood's support.
 
     Args:
-        likelihood: the likelihood.
-        labels: [B, ...].
         num_outputs: C.
         where: the caller's name for the rows, for the message.
         first: number of the first row.

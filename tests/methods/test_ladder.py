@@ -69,7 +69,7 @@ def test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture(tmp_path: 
         draws = torch.cat([watch.theta[step - 1][rung::2] for step in looks])
         with run.bayesian.showing(draws), torch.no_grad():
             log_lik = run.bayesian.evaluate_batch(batch)[0]["member_log_lik"].double()
-        mixed, single = -(log_lik.logsumexp(1) - math.log(len(draws))).mean(), -log_lik.mean()
+        mixed, single = -(log_lik.logsumexp(-1) - math.log(len(draws))).mean(), -log_lik.mean()
         rate = (single - mixed) / (1 - 1 / len(draws))  # of the part that falls with the number of members
         members = run.method.num_chains * run.method.draws_per_chain
         expected = mixed + rate * (1 / members - 1 / len(draws))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from hf_bayes.core.types import HeldOut, HeldOutByRow
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.heldout import HeldOutRows
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests.methods.laplace import brute_force
 from tests.objectives.curvature_problems import evaluated
+from tests.tiny_models import batch, tiny_bert
 
 PARTS = [
     ("bert", "lora", "classes"),
@@ -100,3 +103,33 @@ class OneOfTwo:
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_of_several_labels_has_a_mixture_of_its_own(weighted: bool) -> None:
+    labels = (torch.arange(12).view(3, 4) % 3 == 0).double()
+    given = torch.cat([labels, torch.tensor([[3.0], [0.5], [0.0]])], 1) if weighted else labels
+    rows = {**batch(), "labels": given}
+    bert = tiny_bert(dtype=torch.float64, num_labels=4, problem_type="multi_label_classification")
+    with attach(bert, subspace="last_layer", likelihood=Weighted() if weighted else None) as model:
+        ask = HeldOutRows(model, lambda numbers: [{k: v[list(numbers)] for k, v in rows.items()}], 3, hide=True)
+        rng = torch.Generator().manual_seed(0)
+        mean = model.theta.detach()[0].cpu()
+        draws = mean + 0.5 * torch.randn(4, len(mean), generator=rng, dtype=torch.float64)
+        direction = torch.randn(draws.shape, generator=rng, dtype=torch.float64)
+        with model.showing(draws), torch.no_grad():
+            statistics, _ = model.evaluate_batch(rows)
+        nats, grad = ask(draws, HeldOut("all"), gradient=True)
+        (scores,) = ask.by_row(draws, HeldOutByRow("all"))
+
+        def along(step: float) -> float:
+            return ask(draws + step * direction, HeldOut("all"), gradient=False)[0]
+
+        slope = (8 * (along(1e-4) - along(-1e-4)) - along(2e-4) + along(-2e-4)) / 12e-4
+    assert nats == pytest.approx(float(statistics["nll"].mean()), rel=1e-12)
+    assert scores.nll == pytest.approx(statistics["nll"].numpy(), rel=1e-12)
+    assert scores.terms.tolist() == [1, 1, 1]
+    assert grad is not None
+    assert float((grad * direction).sum()) == pytest.approx(slope, rel=1e-6)  # the stencil has fourth order
+    joint = math.log(4) - statistics["member_log_lik"].sum(1).logsumexp(-1).mean()
+    assert abs(nats - float(joint)) > 1e-3  # the twin: a member predicts all labels of a row together

@@ -36,6 +36,13 @@ def test_the_score_is_the_gradient_of_the_log_probability(likelihood: Likelihood
 
 
 @likelihoods
+def test_the_parts_of_a_term_add_up_to_it(likelihood: Likelihood, labels: Tensor) -> None:
+    parts = likelihood.log_prob_parts(logits()[None], labels[None])
+    assert parts.shape == (1, 3, 3 if isinstance(likelihood, Bernoulli) else 1)
+    assert torch.equal(parts.sum(-1), likelihood.log_prob(logits()[None], labels[None]))
+
+
+@likelihoods
 def test_the_root_is_one_of_minus_the_hessian(likelihood: Likelihood, labels: Tensor) -> None:
     def value(one: Tensor) -> Tensor:
         return -likelihood.log_prob(one[None, None], labels[None, :1]).sum()

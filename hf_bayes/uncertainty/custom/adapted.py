@@ -125,6 +125,9 @@ class Adapted:
         self._check_terms(found, lead)
         return found
 
+    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.log_prob(logits, labels)[..., None]
+
     def max_log_prob(self, num_outputs: int) -> float:
         return 0.0 if self.num_classes is not None else self.config.max_log_prob()
 

@@ -96,6 +96,9 @@ class WeightedRows:
         found = self.inner.log_prob(logits, inner)
         return found * weights.to(found.dtype)
 
+    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.inner.log_prob_parts(logits, self.parts(labels)[0])
+
     def max_log_prob(self, num_outputs: int) -> float:
         return self.inner.max_log_prob(num_outputs)
 

@@ -34,6 +34,8 @@ def test_a_weight_multiplies_log_likelihood_and_score(name: str) -> None:
     assert torch.allclose(
         found.log_prob(outputs[None], joined[None])[0], weights * inner.log_prob(outputs[None], labels[None])[0]
     )
+    parts = found.log_prob_parts(outputs[None], joined[None])
+    assert torch.equal(parts.sum(-1), inner.log_prob(outputs[None], labels[None]))  # a weight is no part of a label
     terms = found.is_term(joined)
     assert torch.equal(terms, inner.is_term(labels))
     expected = weights[terms, None] * inner.score(outputs[terms], labels[terms])
