@@ -25,7 +25,8 @@ def main() -> None:
     )
     method_args.config()  # a wrong method is refused before the model is loaded
     begin(args)  # the seed, and the level of the log
-    problem = language_model(model_args, data_args, windows, args)  # a model with LoRA, windows of tokens, a collator
+    # a model with LoRA, windows of tokens, a collator
+    problem = language_model(model_args, data_args, windows, args, subspace=method_args.subspace)
     train_or_tune(problem, args, method_args)  # a BayesianTrainer: train, evaluate, save, push
 
 

@@ -26,8 +26,10 @@ from hf_bayes.methods.registry import from_dict
 from hf_bayes.models.checkpoint_weights import Loaded, is_in_base, load_pretrained, warn_of_unused_weights
 
 SUBSPACE_HELP = (
-    "Random weights: trainable, last_layer, last_block, all, a pattern. Others than trainable need --lora_rank 0."
+    "Random weights: trainable, last_layer, last_block, all, a pattern. Only trainable has a LoRA by default."
 )
+TRAINABLE = "trainable"
+DEFAULT_RANK = 8
 BUDGET_HELP = "Minibatch gradients of all runs together. Default: ten times one run of four chains."
 
 
@@ -44,8 +46,12 @@ class ModelArguments:
     config_overrides: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Fields of the model's config as JSON. It is best to turn dropout off."}
     )
-    lora_rank: int = field(
-        default=8, metadata={"help": "Rank of the random LoRA (the head of a classifier is random, too). 0: no LoRA."}
+    lora_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rank of the random LoRA (the head of a classifier is random, too). 0: no LoRA. Default: 8, and 0 "
+            "with another --subspace than trainable."
+        },
     )
     lora_alpha: int = field(default=16, metadata={"help": "LoRA's scale is alpha / rank."})
     lora_targets: list[str] | None = field(default=None, metadata={"help": "Names of layers. Default: peft's choice."})
@@ -114,24 +120,38 @@ class ModelArguments:
             )
         warn_of_unused_weights(loaded, self.model_name_or_path)
 
-    def add_lora(self, model: PreTrainedModel, task_type: TaskType, new: Sequence[str] = ()) -> nn.Module:
-        """Return the model with its LoRA, or unchanged if ``lora_rank`` is 0.
+    def add_lora(
+        self, model: PreTrainedModel, task_type: TaskType, new: Sequence[str] = (), *, subspace: str = TRAINABLE
+    ) -> nn.Module:
+        """Return the model with its LoRA, or unchanged if there is none.
 
         Args:
             new: parameters that the checkpoint lacks. Their modules are learnt in full beside the LoRA.
+            subspace: the random parameters. A LoRA beside others than the trainable ones would be frozen, so there is
+                none by default.
+        Raises:
+            ValueError: for a rank above the width of the model, and for settings of a LoRA without one.
         """
         adapted: nn.Module = model
-        if not self.lora_rank:
+        rank = self.lora_rank
+        if rank is None:
+            rank = DEFAULT_RANK if subspace == TRAINABLE else 0
+        if not rank:
+            if self.lora_targets or self.lora_layers:
+                raise ValueError(
+                    f"lora_targets and lora_layers belong to a LoRA, and there is none with subspace={subspace!r} and "
+                    f"lora_rank={self.lora_rank}: leave them out, or give lora_rank"
+                )
             return adapted
         width = getattr(model.config.get_text_config(), "hidden_size", None)
-        if width is not None and self.lora_rank > width:
+        if width is not None and rank > width:
             raise ValueError(
-                f"lora_rank must be at most {width}, the width of this model, got {self.lora_rank}: a higher rank only "
-                "costs memory. Ranks of 4 to 64 are usual"
+                f"lora_rank must be at most {width}, the width of this model, got {rank}: a higher rank only costs "
+                "memory. Ranks of 4 to 64 are usual"
             )
         lora = LoraConfig(
             task_type=task_type,
-            r=self.lora_rank,
+            r=rank,
             lora_alpha=self.lora_alpha,
             target_modules=self.lora_targets,
             layers_to_transform=self.lora_layers,
@@ -142,7 +162,7 @@ class ModelArguments:
 
     def _check(self) -> None:
         """Refuse what transformers and peft would refuse in other words, or not at all."""
-        if self.lora_rank < 0:
+        if self.lora_rank is not None and self.lora_rank < 0:
             raise ValueError(f"lora_rank must be at least 0, which is no LoRA, got {self.lora_rank}: give a rank, or 0")
         kind = getattr(torch, self.dtype, None)
         if self.dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
@@ -182,7 +202,7 @@ class MethodArguments:
 
     _argument_group_name = "method"
 
-    subspace: str = field(default="trainable", metadata={"help": SUBSPACE_HELP})
+    subspace: str = field(default=TRAINABLE, metadata={"help": SUBSPACE_HELP})
     method: str | None = field(
         default=None,
         metadata={

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from peft import TaskType
 from transformers import AutoModelForSequenceClassification
 
-from hf_bayes.cli.arguments import DataArguments, ModelArguments
+from hf_bayes.cli.arguments import TRAINABLE, DataArguments, ModelArguments
 from hf_bayes.cli.labels import labelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
 from hf_bayes.cli.parsing import check_count
@@ -43,7 +43,7 @@ def classifier(
     labels: LabelArguments,
     args: BayesianTrainingArguments,
     *,
-    subspace: str = "trainable",
+    subspace: str = TRAINABLE,
 ) -> Problem:
     """Load the model with its LoRA and a head for the labels, and encode the texts.
 
@@ -75,7 +75,7 @@ def classifier(
     model, new, _ = found
     # decoders classify by the last token that is not padding, so they need the padding token
     model.config.pad_token_id = tokenizer.pad_token_id
-    adapted = model_args.add_lora(model, TaskType.SEQ_CLS, new)
+    adapted = model_args.add_lora(model, TaskType.SEQ_CLS, new, subspace=subspace)
     learnt = {plain_name(name) for name in select(adapted, subspace).names} if new else set()
     frozen = [name for name in new if name not in learnt]
     model_args.check_weights(found, frozen, "give another model, or learn them (LoRA does; --subspace all does)")

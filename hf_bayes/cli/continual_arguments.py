@@ -18,7 +18,7 @@ class LoraArguments(ModelArguments):
     lora_alpha: int = field(default=32, metadata={"help": "LoRA's scale is alpha / rank."})
 
     def __post_init__(self) -> None:
-        if self.lora_rank < 1:
+        if self.lora_rank is not None and self.lora_rank < 1:
             raise ValueError(f"lora_rank must be at least 1, got {self.lora_rank}: episodes are learnt by a LoRA")
 
 

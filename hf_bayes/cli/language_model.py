@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from peft import TaskType
 from transformers import DataCollatorForSeq2Seq
 
-from hf_bayes.cli.arguments import DataArguments, ModelArguments
+from hf_bayes.cli.arguments import TRAINABLE, DataArguments, ModelArguments
 from hf_bayes.cli.scripts import Problem
 from hf_bayes.cli.token_windows import token_windows, window_length
 from hf_bayes.models.base_model import core_of
@@ -39,15 +39,22 @@ class WindowArguments:
 
 
 def language_model(
-    model_args: ModelArguments, data_args: DataArguments, windows: WindowArguments, args: BayesianTrainingArguments
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    windows: WindowArguments,
+    args: BayesianTrainingArguments,
+    *,
+    subspace: str = TRAINABLE,
 ) -> Problem:
     """Load the model with its LoRA, and cut the texts into windows.
 
+    Args:
+        subspace: the random parameters, see ``hf_bayes.core.layout.select``.
     Raises:
         ValueError: for windows that do not fit the model, and as ``DataArguments.load``.
     """
     tokenizer = model_args.load_tokenizer()
-    model = model_args.add_lora(model_args.load_language_model(), TaskType.CAUSAL_LM)
+    model = model_args.add_lora(model_args.load_language_model(), TaskType.CAUSAL_LM, subspace=subspace)
     length = window_length(windows.window, context_of(core_of(model))[0], default=256)
     with args.main_process_first(desc="data"):
         splits = {

@@ -18,6 +18,7 @@ from hf_bayes.members.last_feed_forward import LastFeedForward
 from hf_bayes.members.small_batches import BlockedLinears
 from hf_bayes.members.stacked import stack
 from hf_bayes.members.trunk import Trunk
+from hf_bayes.members.weight_methods import WeightMethods
 
 FOLDED_ROWS = 1024
 """Rows (members x sequences x positions) of one pass. With more rows, several passes are faster, because their
@@ -61,6 +62,7 @@ class Members:
         self.last_feed_forward = LastFeedForward(core, self.context)
         self.blocked = BlockedLinears(core, [item.module for item in self.stacked])
         self.checkpointing = Checkpointing(core, self.context)
+        self.weight_methods = WeightMethods(model)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,6 +111,7 @@ class Members:
         self.trunk.install()
         self.last_feed_forward.install()
         self.blocked.install()
+        self.weight_methods.install()
 
     def remove(self) -> None:
         """Restore the model as it was before ``install``."""
@@ -119,6 +122,7 @@ class Members:
         self.last_feed_forward.remove()
         self.blocked.remove()
         self.checkpointing.remove()
+        self.weight_methods.remove()
         self.context.tensors, self._viewed = {}, None
 
     def require_attached(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
@@ -11,6 +12,8 @@ from transformers import Pipeline, PreTrainedTokenizerBase
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_check import check_vocabulary
 from hf_bayes.posteriors.tasks import TASKS
+
+_LOADING = ("members", "prediction", "calibrated", "base_model", "check_base")
 
 
 class BayesianPipeline(Pipeline):
@@ -78,9 +81,11 @@ class BayesianPipeline(Pipeline):
             if parameter.kind is not parameter.VAR_KEYWORD and name not in taken
         ]
         if unknown := [name for name in given if name not in known]:
+            near = difflib.get_close_matches(unknown[0], _LOADING, n=1)
+            advice = f". Did you mean {near[0]}= of hf_bayes.pipeline, for loading a posterior?" if near else ""
             raise ValueError(
                 f"{cls.task_name} takes no {', '.join(unknown)} here: what is left goes to the tokenizer, which takes "
-                f"{', '.join(known)}"
+                f"{', '.join(known)}{advice}"
             )
 
     def check_model_type(self, supported_models: Any) -> None:

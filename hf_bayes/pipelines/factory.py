@@ -53,6 +53,10 @@ _READERS: dict[str, tuple[Any, Any]] = {
 """Name of a tokenizer or processor -> function that loads a posterior's own, auto class that loads any other."""
 
 
+_ON = ("check_base", "calibrated")
+"""Settings for loading that are True unless a call sets them."""
+
+
 def pipeline(
     task: str | None = None,
     model: str | os.PathLike[str] | BayesianModel | None = None,
@@ -75,6 +79,7 @@ def pipeline(
     base_model: Any = None,
     check_base: bool = True,
     prediction: str | None = None,
+    calibrated: bool = True,
     **kwargs: Any,
 ) -> Any:
     """Return a pipeline with a saved posterior or a Bayesian model.
@@ -87,7 +92,7 @@ def pipeline(
         tokenizer: a tokenizer or its place; None takes the posterior's tokenizer.
         image_processor, feature_extractor, processor: the same for images, for audio, and for images with text.
         members, revision, subfolder, token, cache_dir, force_download, local_files_only, dtype, device_map,
-            trust_remote_code, base_model, check_base, prediction: for loading, as in
+            trust_remote_code, base_model, check_base, prediction, calibrated: for loading, as in
             ``BayesianModelForCausalLM.from_pretrained``.
         device: as in transformers: None takes the first accelerator if there is one.
         kwargs: ``batch_size`` of the pipeline, or any argument of a call.
@@ -97,7 +102,8 @@ def pipeline(
     location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
                                 "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
     loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map, "prediction": prediction,
-                               "base_model": base_model, "check_base": check_base}  # fmt: skip
+                               "base_model": base_model, "check_base": check_base,
+                               "calibrated": calibrated}  # fmt: skip
     readers = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor,
                "processor": processor}  # fmt: skip
     _check_request(task, model)
@@ -173,9 +179,7 @@ def _check_request(task: str | None, model: Any) -> None:
 
 def _refuse_loading(settings: dict[str, Any]) -> None:
     """Raise if settings for loading are given with a model that is loaded already."""
-    check_base = settings.pop("check_base")
-    given = [name for name, value in settings.items() if value is not None and value is not False]
-    given += [] if check_base else ["check_base"]
+    given = [name for name, value in settings.items() if value is not None and value is not (name in _ON)]
     if given:
         raise ValueError(f"{', '.join(given)}: the model is loaded already, give this to its from_pretrained")
 

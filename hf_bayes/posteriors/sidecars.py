@@ -105,6 +105,9 @@ class Sidecars:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sidecars, (dict(self.files),)  # a mapping that cannot be changed cannot be copied or pickled either
+
     @classmethod
     def of(cls, processor: Any = None, generation_config: Any = None) -> Sidecars:
         """Return the files that a tokenizer or processor saves, and the generation config of a model.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import TaskType
 from safetensors.torch import load_file, save_file
 
 from hf_bayes import BayesianTrainingArguments
@@ -32,6 +33,22 @@ def test_windows_overlap_by_half(problem: Callable[[WindowArguments], Problem]) 
     assert first["input_ids"][16:] == second["input_ids"][:16]
     assert len(found.eval_dataset) > 0
     assert sum(parameter.requires_grad for parameter in found.model.parameters()) == 8  # A and B of two layers, twice
+
+
+@pytest.mark.parametrize(("subspace", "rank", "expected"), [("trainable", None, 8), ("last_layer", None, 0),
+                                                            ("last_layer", 4, 4), ("trainable", 0, 0)])  # fmt: skip
+def test_only_trainable_weights_have_a_lora_by_default(
+    tmp_path: Path, subspace: str, rank: int | None, expected: int
+) -> None:
+    arguments = ModelArguments("unused", lora_rank=rank)
+    found = arguments.add_lora(tiny_llama(), TaskType.CAUSAL_LM, subspace=subspace)
+    assert {len(p) for n, p in found.named_parameters() if "lora_A" in n} == ({expected} if expected else set())
+
+
+def test_settings_of_a_lora_without_one_are_refused() -> None:
+    arguments = ModelArguments("unused", lora_layers=[1])
+    with pytest.raises(ValueError, match="there is none with subspace='last_layer' and lora_rank=None: leave them out"):
+        arguments.add_lora(tiny_llama(), TaskType.CAUSAL_LM, subspace="last_layer")
 
 
 def test_the_default_window_is_the_context_of_a_small_model(problem: Callable[[WindowArguments], Problem]) -> None:

@@ -17,6 +17,11 @@ def test_what_is_no_text_is_refused_in_words(
             call(inputs)
 
 
+def test_a_keyword_for_loading_is_named(classify: Any) -> None:
+    with pytest.raises(ValueError, match=r"takes no predict here: .*Did you mean prediction= of hf_bayes.pipeline"):
+        classify(models.TEXTS[0], predict="single_pass")
+
+
 @pytest.mark.parametrize("keyword", ["prompts", "max_new_tokens", "text_pair", "trunctation"])
 def test_keywords_that_nothing_reads_are_refused(
     generate: BayesianTextGenerationPipeline, classify: Any, keyword: str

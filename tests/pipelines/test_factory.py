@@ -59,8 +59,9 @@ def test_wrong_arguments_are_refused(generate: BayesianTextGenerationPipeline) -
         pipeline("text-generation", generate.model, generate.tokenizer)
     with pytest.raises(ValueError, match="give tokenizer="):
         pipeline("bayesian-text-generation", generate.model)
-    with pytest.raises(ValueError, match="members: the model is loaded already"):
-        pipeline("bayesian-text-generation", generate.model, generate.tokenizer, members=2)
+    for given in ({"members": 2}, {"calibrated": False}, {"check_base": False}):
+        with pytest.raises(ValueError, match=f"{next(iter(given))}: the model is loaded already"):
+            pipeline("bayesian-text-generation", generate.model, generate.tokenizer, **given)
 
 
 def test_a_tokenizer_larger_than_the_embedding_has_no_pipeline(generate: BayesianTextGenerationPipeline) -> None:
@@ -114,8 +115,9 @@ def posterior(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_directory_is_enough(posterior: Path) -> None:
     generate = pipeline("bayesian-text-generation", posterior)
     (record,) = generate(PROMPTS[0], **GREEDY)
-    assert generate.model.num_members == 3
+    assert (generate.model.num_members, generate.model.calibrated) == (3, True)
     assert pipeline(model=posterior)(PROMPTS[0], **GREEDY) == [record]
+    assert not pipeline(model=posterior, calibrated=False).model.calibrated
     model = BayesianModelForCausalLM.from_pretrained(posterior)
     assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())(PROMPTS[0], **GREEDY) == [record]
     fewer = pipeline("bayesian-text-generation", str(posterior), posterior.parent / "base", members=1)

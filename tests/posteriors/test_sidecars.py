@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_bayes.fit.laplace import fit_laplace
@@ -24,7 +27,7 @@ from hf_bayes.posteriors.sidecars import MAX_BYTES, Sidecars, is_sidecar, sideca
 from tests.faults.posteriors import draws
 from tests.pipelines.test_classification import processor
 from tests.runs import token_rows, trainer
-from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
+from tests.tiny_models import batch, tiny_llama, tiny_tokenizer, with_lora
 
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
 CHAT = [{"role": "user", "content": "a cell"}]
@@ -68,6 +71,16 @@ def test_the_manifest_lists_all_but_the_card(finished: Path) -> None:
     assert present - set(listed) == {"README.md", "manifest.json"}
     expected = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
     assert expected == {name for name in listed if is_sidecar(name)}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda object: pickle.loads(pickle.dumps(object))])
+def test_a_loaded_posterior_and_its_model_can_be_copied(finished: Path, copied: Callable[[Any], Any]) -> None:
+    posterior = Posterior.from_pretrained(finished)
+    assert posterior.sidecars.files
+    assert copied(posterior).sidecars == posterior.sidecars
+    model = BayesianModelForCausalLM.from_pretrained(posterior)
+    with torch.no_grad():
+        assert torch.equal(copied(model)(**batch()).logits, model(**batch()).logits)
 
 
 def test_a_loaded_posterior_keeps_its_tokenizer(finished: Path, tmp_path: Path) -> None:

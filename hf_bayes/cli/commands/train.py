@@ -19,7 +19,9 @@ def train(
     """Fine-tune a causal language model into a posterior, evaluate it on held-out text and save it."""
     method_args.config()  # a wrong method is refused before the model is loaded
     begin(args)
-    train_or_tune(language_model(model_args, data_args, windows, args), args, method_args)
+    train_or_tune(
+        language_model(model_args, data_args, windows, args, subspace=method_args.subspace), args, method_args
+    )
 
 
 COMMAND = Command(

@@ -51,7 +51,7 @@ def tune(
     refuse_changes(labels if tuning.task == "lm" else windows, f"--task {tuning.task}")
     begin(args)
     if tuning.task == "lm":
-        problem = language_model(model_args, data_args, windows, args)
+        problem = language_model(model_args, data_args, windows, args, subspace=tuning.subspace)
     else:
         problem = classifier(model_args, data_args, labels, args, subspace=tuning.subspace)
     if problem.eval_dataset is None:
