@@ -16,9 +16,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     and would switch on dropout in a frozen part that was in evaluation mode.
     """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    if any(mode for _, mode in modes):
+        model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training != mode:  # to set an attribute of a module takes time
+                module.training = mode

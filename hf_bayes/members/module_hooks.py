@@ -16,7 +16,7 @@ all positions.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_bayes.core.layout import modules_of
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members import batch_norm, compat
 from hf_bayes.members.convolution import CONVOLUTIONS
@@ -140,16 +139,17 @@ class LayerHooks:
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         wanted = {id(parameters[name]): name for name in names}
-        owned = []
-        for path, module in model.named_modules():
-            own = {k: wanted[id(p)] for k, p in module.named_parameters(recurse=False) if id(p) in wanted}
-            if own:
-                owned.append((path, module, own))
-        uses = [name for _, _, own in owned for name in own.values()]
+        modules = dict(model.named_modules())  # a module in several places has its first path
+        owned: dict[str, dict[str, str]] = {}
+        for name, parameter in parameters.items():
+            path, _, attribute = name.rpartition(".")
+            if id(parameter) in wanted and path in modules:
+                owned.setdefault(path, {})[attribute] = wanted[id(parameter)]
+        uses = [name for own in owned.values() for name in own.values()]
         tied = {name for name in uses if uses.count(name) > 1}
-        self.layers = [HookedLayer(path, module, own, tied) for path, module, own in owned]
-        self._read_lora_inputs(model)
-        head = _head_of(model)
+        self.layers = [HookedLayer(path, modules[path], own, tied) for path, own in owned.items()]
+        self._read_lora_inputs(modules.values())
+        head = _head_of(modules)
         for layer in self.layers:
             layer.is_head = head is not None and layer.path.startswith(head)
         self.anchor = torch.zeros((), requires_grad=True)
@@ -166,9 +166,9 @@ class LayerHooks:
         self._seen: list[tuple[Any, int]] = []
         self._sources: dict[int, int] = {}
 
-    def _read_lora_inputs(self, model: nn.Module) -> None:
+    def _read_lora_inputs(self, modules: Iterable[nn.Module]) -> None:
         """Identify the input of a LoRA factor A by the input of its layer, because peft casts it for each layer."""
-        layers = modules_of(model, LoraLayer).values()
+        layers = [module for module in modules if isinstance(module, LoraLayer)]
         factors: dict[int, Any] = {id(factor): layer for layer in layers for factor in layer.lora_A.values()}
         for layer in self.layers:
             layer.reader = factors.get(id(layer.module), layer.module)
@@ -319,7 +319,7 @@ class _Identity(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         ctx.hooks.deliver(ctx.index, ctx.source, x, g)
-        return None, None, None, None, g, g.new_zeros(())
+        return None, None, None, None, g, None  # the pass reaches the anchor without a value, too
 
 
 def pieces(batch: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
@@ -338,7 +338,7 @@ def _cut(tensor: Tensor, *, kept: slice, num_rows: int) -> Tensor:
     return tensor[kept] if tensor.shape[:1] == (num_rows,) else tensor
 
 
-def _head_of(model: nn.Module) -> str | None:
+def _head_of(paths: Iterable[str]) -> str | None:
     """Return the path of a classifier's output layer; None if there is none."""
-    paths = [path for path, _ in model.named_modules() if path.split(".")[-1] in ("score", "classifier")]
+    paths = [path for path in paths if path.split(".")[-1] in ("score", "classifier")]
     return min(paths, key=len, default=None)

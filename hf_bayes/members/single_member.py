@@ -60,7 +60,8 @@ def weights_of(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter
     Without the forwards of the members (``as_single_model``), the model then computes with this row.
     """
     found: dict[str, Any] = dict(members.model.named_parameters(remove_duplicate=False))
-    found |= running_statistics(members.model)
+    if not found.keys() >= set(members.layout.names):
+        found |= running_statistics(members.model)
     random = {name: found[name] for name in members.layout.names}
     before = {name: parameter.data for name, parameter in random.items()}
     try:
@@ -74,5 +75,6 @@ def weights_of(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter
 
 def _can_checkpoint(module: nn.Module) -> bool:
     """Check that the module recomputes its activations, and has no dropout rate of its own."""
-    drops = any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
-    return compat.is_checkpointing(module) and not drops
+    return compat.is_checkpointing(module) and not any(
+        "drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()
+    )

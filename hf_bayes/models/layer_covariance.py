@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance, Diagonal, DiagonalBlock, Kronecker, KroneckerBlock
-from hf_bayes.members.module_hooks import HookedLayer
+from hf_bayes.members.module_hooks import HookedLayer, LayerRecord
 from hf_bayes.members.sparse_backward import rows_with_gradient
 from hf_bayes.models.output_covariance import JACOBIAN_BUDGET, covariance_of_outputs
 
@@ -33,6 +33,9 @@ MAX_PAIRED = 8
 On a CPU, pairs of 8 positions took half the time of the Jacobian (3 and 6 outputs, widths 384 and 1536), and pairs of
 16 positions took more time.
 """
+
+NARROW = 64
+"""The largest number of inputs of a matrix whose Jacobian is formed at once, as of LoRA's factor B."""
 
 BLOCK_ELEMENTS = {"cpu": 1 << 18}
 """The number of elements of an intermediate tensor: 1 MB of float32 stays in the caches of a CPU core."""
@@ -54,6 +57,22 @@ class LayerReads(NamedTuple):
     num_texts: int = 1
 
 
+def over_inputs(record: LayerRecord, dtype: torch.dtype) -> LayerRecord:
+    """Return a record of the same Jacobian with one position for each of few inputs, if that is smaller.
+
+    sum_t g_t a_t' = sum_j (sum_t a_tj g_t) e_j', which is true of a weight matrix, and not of a bias.
+
+    Args:
+        record: x [B, P, n] and g [B, P, out], which become [B, n, n] and [B, n, out].
+        dtype: the dtype of the sums.
+    """
+    layer, x = record.layer, record.x
+    if not layer.linear or "bias" in layer.names or not x.shape[2] < x.shape[1] or x.shape[2] > NARROW:
+        return record
+    units = torch.eye(x.shape[2], dtype=dtype, device=x.device).expand(len(x), -1, -1)
+    return record._replace(x=units, g=x.to(dtype).mT @ record.g.to(dtype))
+
+
 def read_positions(layer: HookedLayer, x: Tensor, gradients: Sequence[Tensor], num_texts: int = 1) -> LayerReads:
     """Return a record of the positions with a gradient. Rows with fewer of them are filled up with other positions.
 
@@ -63,12 +82,19 @@ def read_positions(layer: HookedLayer, x: Tensor, gradients: Sequence[Tensor], n
         gradients: C tensors [B, P, out].
         num_texts: the number of texts in a row.
     """
+    if not layer.linear or bool(gradients[0][..., 0].all()):  # so each position has a gradient
+        return LayerReads(layer, x, _stacked(gradients), num_texts)
     read = torch.stack([rows_with_gradient(g) for g in gradients]).any(0)
     number = max(1, int(read.sum(1).max()))
-    if not layer.linear or number == read.shape[1]:
-        return LayerReads(layer, x, torch.stack(list(gradients)), num_texts)
+    if number == read.shape[1]:
+        return LayerReads(layer, x, _stacked(gradients), num_texts)
     chosen = read.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :number, None]
-    return LayerReads(layer, x.take_along_dim(chosen, 1), torch.stack([g.take_along_dim(chosen, 1) for g in gradients]))
+    return LayerReads(layer, x.take_along_dim(chosen, 1), _stacked([g.take_along_dim(chosen, 1) for g in gradients]))
+
+
+def _stacked(gradients: Sequence[Tensor]) -> Tensor:
+    """Return [C, B, P, out] in the order [B, P, C, out] of ``by_jacobian``."""
+    return torch.stack(list(gradients), 2).permute(2, 0, 1, 3)
 
 
 @singledispatch
@@ -101,8 +127,10 @@ def _(covariance: Kronecker, layout: Layout, reads: Sequence[LayerReads], like: 
     for name, shape, block in zip(layout.names, layout.shapes, covariance.blocks, strict=True):
         own = [read for read in reads if read.layer.weight == name]
         if own:
-            x, g = (torch.cat(parts, -2).to(like) for parts in zip(*((read.x, read.g) for read in own), strict=True))
-            spread = spread + _of_matrix(block, shape, x, g, transposed=own[0].layer.transposed)
+            x, g = own[0].x, own[0].g
+            if len(own) > 1:
+                x, g = torch.cat([read.x for read in own], 1), torch.cat([read.g for read in own], 2)
+            spread = spread + _of_matrix(block, shape, x.to(like), g.to(like), transposed=own[0].layer.transposed)
         else:
             spread = spread + _of_tensor(block, name, [r for r in reads if name in r.layer.names.values()], like)
     found: Tensor = spread
@@ -116,10 +144,11 @@ def _of_matrix(
     variances, left, right = block.eigenvalues.view(shape), block.left, block.right
     if transposed:
         variances, left, right = variances.mT, right, left
-    positions, by_pairs = x.shape[1], x.shape[1] <= MAX_PAIRED
+    positions = x.shape[1]
+    by_pairs = positions <= MAX_PAIRED and positions < x.shape[2]
     # a narrow matrix, as a factor of LoRA, has fewer elements of J to rotate than a and g have
     if left is not None and (by_pairs or positions <= x.shape[2]):
-        g, left = g @ left, None
+        g, left = (g.permute(1, 2, 0, 3) @ left).permute(2, 0, 1, 3), None  # in the order of the memory
     if right is not None and (by_pairs or positions <= len(g) * g.shape[3]):
         x, right = x @ right, None
     return paired(x, g, variances) if by_pairs else by_jacobian(x, g, variances, left=left, right=right)

@@ -25,7 +25,7 @@ from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, 
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.members.sparse_backward import skipping_zeros
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.layer_covariance import LayerReads, covariance_of_layers, read_positions
+from hf_bayes.models.layer_covariance import LayerReads, covariance_of_layers, over_inputs, read_positions
 from hf_bayes.models.output_covariance import head_covariance
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from hf_bayes.uncertainty.likelihoods import widened
@@ -57,6 +57,11 @@ class Directions:
     def factor(self, layer: HookedLayer) -> float:
         """Return the factor of the variance from the weights of a layer."""
         return self.factors.get(owner_of(layer.path), 1.0)
+
+    def scaled(self, read: LayerReads) -> LayerReads:
+        """Return the reads of a layer, with gradients times the root of its factor."""
+        factor = self.factor(read.layer)
+        return read if factor == 1.0 else read._replace(g=factor**0.5 * read.g)
 
 
 class Outputs(NamedTuple):
@@ -168,7 +173,7 @@ def _of_batch(
             return own if directions is None else directions.factor(head) * own
         if directions is None:
             cotangents = torch.eye(outputs.shape[1]).to(outputs)[:, None].expand(-1, *outputs.shape)
-            return covariance_of_layers(covariance, model.layout, _reads(hooks, outputs, cotangents, last), like)
+            return covariance_of_layers(covariance, model.layout, _reads(hooks, outputs, cotangents, like, last), like)
         return _along(directions, covariance, model.layout, hooks, outputs, like, last)
 
     if logits.ndim == 2:
@@ -190,8 +195,8 @@ def _along(
 ) -> Tensor:
     """Return the covariance [B, C, C] of the outputs from their variances along the chosen directions."""
     chosen = directions.choose(outputs.detach())
-    reads = _reads(hooks, outputs, chosen.permute(2, 0, 1).to(outputs), last)
-    reads = [read._replace(g=directions.factor(read.layer) ** 0.5 * read.g) for read in reads]
+    reads = _reads(hooks, outputs, chosen.permute(2, 0, 1).to(outputs), like, last)
+    reads = [directions.scaled(read) for read in reads]
     inner = covariance_of_layers(covariance, layout, reads, like)
     if not bool(inner.isfinite().all()):
         raise ValueError(
@@ -257,7 +262,7 @@ def _features(hooks: LayerHooks, logits: Tensor, like: Tensor) -> Tensor | None:
     return record.x[read].to(like.dtype) if bool((record.g[read] == weights).all()) else None
 
 
-def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor, last: bool) -> list[LayerReads]:
+def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor, like: Tensor, last: bool) -> list[LayerReads]:
     """Return inputs and output gradients of all layers, from a backward pass for each of ``cotangents`` [K, B, C].
 
     If these are the ``last`` passes, the last one frees the graph. The calls of a layer are in the same order in every
@@ -268,7 +273,7 @@ def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor, last: bool) ->
         found: dict[HookedLayer, list[LayerRecord]] = {}
 
         def add(record: LayerRecord, found: dict[HookedLayer, list[LayerRecord]] = found) -> None:
-            found.setdefault(record.layer, []).append(record)
+            found.setdefault(record.layer, []).append(over_inputs(record, like.dtype))
 
         hooks.on_backward(add, first=index == 0)
         more = not last or index + 1 < len(cotangents)

@@ -7,9 +7,16 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import COVARIANCES, dense
-from hf_bayes.members.module_hooks import HookedLayer
+from hf_bayes.members.module_hooks import HookedLayer, LayerRecord
 from hf_bayes.models import layer_covariance
-from hf_bayes.models.layer_covariance import LayerReads, by_jacobian, covariance_of_layers, paired, read_positions
+from hf_bayes.models.layer_covariance import (
+    LayerReads,
+    by_jacobian,
+    covariance_of_layers,
+    over_inputs,
+    paired,
+    read_positions,
+)
 from tests.models.linear_cases import random_covariance
 
 OUTPUTS, ROWS, POSITIONS = 3, 4, 11
@@ -87,6 +94,20 @@ def test_positions_without_a_gradient_are_left_out() -> None:
     few = read_positions(LINEAR, x, list(g))
     assert few.x.shape[1] == few.g.shape[2] == 2
     assert torch.allclose(torch.einsum("cbti,btj->bcij", few.g, few.x), torch.einsum("cbti,btj->bcij", g, x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_inputs_take_the_place_of_positions(bias: bool) -> None:
+    layer = hooked("linear", nn.Linear(5, 4), *("weight", "bias")[: 1 + bias])
+    x, g = normal(ROWS, POSITIONS, 5), gradients(4)
+    records = [LayerRecord(layer, 0, x, one, slice(None), None, first=True, again=False) for one in g]
+    few = [over_inputs(record, torch.float64) for record in records]
+    assert few[0].x.shape[1] == few[0].g.shape[1] == (POSITIONS if bias else 5)
+    layout, jacobian = jacobian_of([LayerReads(layer, x, g)])
+    covariance = random_covariance("kron", layout)
+    reads = read_positions(layer, few[0].x, [record.g for record in few])
+    expected = jacobian @ dense(covariance, jacobian) @ jacobian.mT
+    assert (covariance_of_layers(covariance, layout, [reads], jacobian) - expected).abs().max() < 1e-10
 
 
 def test_a_jacobian_may_be_rotated_after_the_sum_over_positions() -> None:
