@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from hf_bayes import BayesianTrainingArguments, MAPConfig
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
 from hf_bayes.training.refused_arguments import REFUSED, refuse_arguments
 from tests.tiny_models import tiny_llama
 
@@ -43,6 +43,21 @@ def test_an_argument_that_no_help_lists_is_refused(tmp_path: Path, model: PreTra
     fields = {name: VALUES[name], **FURTHER.get(name, {})}
     with pytest.raises(ValueError):
         refuse_arguments(BayesianTrainingArguments(str(tmp_path), use_cpu=True, **fields), MAPConfig(), model, {})
+
+
+def test_a_function_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model_init is refused.*Give model=.*hf_bayes\.tune"):
+        BayesianTrainer(model_init=tiny_llama, args=BayesianTrainingArguments(str(tmp_path), use_cpu=True))
+    with pytest.raises(ValueError, match=r"model is missing.*give it as model="):
+        BayesianTrainer(args=BayesianTrainingArguments(str(tmp_path), use_cpu=True))
+
+
+@pytest.mark.parametrize("name", ["optimizers", "optimizer_cls_and_kwargs", "compute_loss_func"])
+def test_a_refused_object_says_what_to_do(tmp_path: Path, model: PreTrainedModel, name: str) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match=rf"{name} is refused.*Leave it out") as caught:
+        refuse_arguments(args, MAPConfig(), model, {name: len})
+    assert ("optimizer." in str(caught.value)) == ("optimizer" in name)
 
 
 def test_the_defaults_are_not_refused(tmp_path: Path, model: PreTrainedModel) -> None:
