@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, SchedulerType
 from hf_bayes.core.config import MethodConfig, check_config
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.refusals import compiling_blocks
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.training.arguments import PRECISIONS, BayesianTrainingArguments
 from hf_bayes.training.host_trainers import OTHER_LOSS, refuse_loss_settings
@@ -59,7 +60,7 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
     """
     _refuse_types(args, method, model)
     refuse_loss_settings(args)
-    _refuse_devices(args)
+    _refuse_devices(args, model)
     _refuse_optimizer_settings(args, method)
     _refuse_other_losses(args)
     _refuse_broken_runs(args)
@@ -89,7 +90,7 @@ def _refuse_types(args: Any, method: Any, model: Any) -> None:
         raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")
 
 
-def _refuse_devices(args: Any) -> None:
+def _refuse_devices(args: Any, model: Any) -> None:
     """Refuse devices without float64, and settings that wrap, shard or compile the model as a whole."""
     if args.device.type == "mps":
         raise ValueError(
@@ -105,10 +106,19 @@ def _refuse_devices(args: Any) -> None:
         )
     if args.torch_compile:
         raise ValueError(
-            "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Compile its "
-            "layers in place before training: for layer in model.model.layers: layer.compile() (of a peft model: "
-            "model.get_base_model().model.layers)"
+            "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Leave it out, or "
+            f"compile its blocks in place before training: {_compiling(model)}"
         )
+
+
+def _compiling(model: Any) -> str:
+    if isinstance(model, BayesianModel):
+        return compiling_blocks(model.core, "model.core")
+    if isinstance(model, PeftModel):
+        return compiling_blocks(model.get_base_model(), "model.get_base_model()")
+    if isinstance(model, PreTrainedModel):
+        return compiling_blocks(model, "model")
+    return "load the model, and call compile() of each block"
 
 
 def _refuse_optimizer_settings(args: Any, method: MethodConfig) -> None:

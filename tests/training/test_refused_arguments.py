@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
 from hf_bayes.training.refused_arguments import REFUSED, refuse_arguments
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
 FURTHER: dict[str, dict[str, Any]] = {
     "fsdp_config": {"fsdp": True},
@@ -58,6 +58,14 @@ def test_a_refused_object_says_what_to_do(tmp_path: Path, model: PreTrainedModel
     with pytest.raises(ValueError, match=rf"{name} is refused.*Leave it out") as caught:
         refuse_arguments(args, MAPConfig(), model, {name: len})
     assert ("optimizer." in str(caught.value)) == ("optimizer" in name)
+
+
+def test_advice_on_compiling_names_the_blocks_of_the_model(tmp_path: Path) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), use_cpu=True, torch_compile=True)
+    with pytest.raises(ValueError, match=r"for block in model\.bert\.encoder\.layer: block\.compile"):
+        refuse_arguments(args, MAPConfig(), tiny_bert(), {})
+    with pytest.raises(ValueError, match=r"for block in model\.get_base_model\(\)\.model\.layers: block"):
+        refuse_arguments(args, MAPConfig(), with_lora(tiny_llama()), {})
 
 
 def test_the_defaults_are_not_refused(tmp_path: Path, model: PreTrainedModel) -> None:
