@@ -257,7 +257,8 @@ def _check(eval_dataset: Any) -> None:
     if len(eval_dataset) < LEAST_ROWS:
         raise ValueError(
             f"eval_dataset has {len(eval_dataset)} rows, too few to choose by: the standard error of a difference "
-            f"between methods would be larger than the differences. {LEAST_ROWS} rows would do"
+            f"between methods would be larger than the differences. Hold out at least {LEAST_ROWS} (eval_dataset, or "
+            "--validation_fraction or --validation_file of hf-bayes)"
         )
 
 
@@ -288,7 +289,8 @@ def _plan(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: in
         raise ValueError(
             f"budget={budget:,} gradients give {max(0, plan.per_trial // each)} updates to each of "
             f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
-            f"needed: give at least {math.ceil(plan.parts * LEAST_UPDATES * each):,}, or fewer candidates"
+            f"needed: give at least {math.ceil(plan.parts * LEAST_UPDATES * each):,} (budget, or --budget of "
+            "hf-bayes), or in Python fewer candidates"
         )
     return plan
 

@@ -153,7 +153,7 @@ def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eval_dataset": learnable(199, 1)}, r"199 rows, too few to choose by.* 200 rows would do"),
+        ({"eval_dataset": learnable(199, 1)}, r"199 rows, too few to choose by.* at least 200 .*--validation_fraction"),
         ({"eval_dataset": None}, "one data set with a length, got NoneType"),
         ({"eval_dataset": {"a": learnable(200, 1)}}, "one data set with a length, got dict"),
         ({"budget": 1000}, r"budget=1,000 gradients give 25 updates to each of 2 chains.*give at least 1,600"),
