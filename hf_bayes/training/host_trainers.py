@@ -28,8 +28,8 @@ _OF_DPO: dict[str, tuple[Any, str]] = {
 }
 """Arguments of DPOConfig that change the likelihood -> the value that is supported, and why no other is."""
 OTHER_LOSS = (
-    "For weights of rows or classes give likelihood=hf_bayes.Weighted(), which reads a row's weight from a column; for "
-    "another loss, a likelihood of your own (docs/likelihoods.md)"
+    "For a classifier or a regression give likelihood=hf_bayes.Weighted() for weights of rows or classes, read from a "
+    "column, or a likelihood of your own (docs/likelihoods.md); a language model takes no other likelihood"
 )
 """The advice of errors about a user's loss."""
 _TEMPLATE_FILES = (".jinja", ".j2")
