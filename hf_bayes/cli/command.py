@@ -14,9 +14,12 @@ class Command(NamedTuple):
         arguments: these dataclasses.
         example: the words after ``hf-bayes`` in an example, shown by ``--help``.
         first: the field that a first word without a flag is the value of.
+        continuing: a function of the same objects as ``run`` that returns how to continue an interrupted run, in a
+            sentence; None if there is nothing to continue.
     """
 
     run: Callable[..., Any]
     arguments: tuple[type[Any], ...]
     example: str
     first: str | None = None
+    continuing: Callable[..., str] | None = None

@@ -77,8 +77,14 @@ def _run(name: str, given: list[str]) -> None:
         print(help_text(name, command, everything=everything))
         return
     parsed = parse_arguments(*command.arguments, arguments=given, first=command.first)
-    with hidden_bars():
-        command.run(*parsed)
+    try:
+        with hidden_bars():
+            command.run(*parsed)
+    except KeyboardInterrupt:
+        if command.continuing is not None:
+            start = "\n" if sys.stderr.isatty() else ""  # a bar ends without a new line
+            print(f"{start}hf-bayes {name}: interrupted. {command.continuing(*parsed)}", file=sys.stderr)
+        raise
 
 
 def _overview() -> str:

@@ -20,6 +20,7 @@ from hf_bayes.cli.progress import one_bar, without_messages
 from hf_bayes.cli.training_table import table
 from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
 from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.checkpoints import newest_complete
 from hf_bayes.training.trainer import BayesianTrainer
 from hf_bayes.training.tuning.tune import tune
 
@@ -72,6 +73,22 @@ def train_and_save(trainer: BayesianTrainer) -> None:
         Console().print(table(PosteriorConfig.from_dict(saved), str(args.output_dir)))
     if args.push_to_hub:
         trainer.push_to_hub()
+
+
+def continuing_comparison(*_: Any) -> str:
+    """Return how to continue a command that keeps what is finished in its output directory."""
+    return "The same command continues it."
+
+
+def continuing_training(_: Any, chosen: MethodArguments, *others: Any) -> str:
+    """Return how to continue ``train`` or ``classify``, from their arguments: the trainer's are the last ones."""
+    args: BayesianTrainingArguments = others[-1]
+    if chosen.compares:
+        return continuing_comparison()
+    newest = newest_complete(str(args.output_dir))
+    if newest is None:
+        return f"{args.output_dir} holds no checkpoint: the same command begins anew (--save_steps for checkpoints)."
+    return f"The same command with --resume_from_checkpoint true continues it at {newest}."
 
 
 def resume_point(given: str | bool | None) -> str | bool | None:

@@ -155,6 +155,11 @@ class MethodConfig:
         """The factor of U_prior in the energy of a sampler: T if only the likelihood is tempered, otherwise 1."""
         return self.temperature if self.temper == "likelihood" else 1.0
 
+    @property
+    def cooling_advice(self) -> str:
+        """How this method comes nearer to a mode, as warnings say it; empty at T = 0, which cannot be lowered."""
+        return "lower the temperature" if self.temperature > 0 else ""
+
     def _check_count(self, field: str, value: Any, *, minimum: int) -> None:
         if not is_count(value, minimum=minimum):
             raise ValueError(f"{self.name}: {field} must be an integer >= {minimum}, got {value!r}")

@@ -34,7 +34,7 @@ class HostMethods(PreTrainedModel):
         return self.members.core
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_compiling()
+        refuse_compiling(self)
         return super().__call__(*args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:

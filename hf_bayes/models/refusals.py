@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_bayes.core.layout import Layout
+from hf_bayes.core.layout import Layout, decoder_blocks
 from hf_bayes.models.predictors import Predictor
 from hf_bayes.uncertainty.likelihoods import name_of
 
-COMPILE_LAYERS = "for layer in model.core.model.layers: layer.compile()"
 _ANSWER_NO_CACHE = ("recurrent_gemma",)
 """Model types that take ``past_key_values`` and keep what counts in their layers."""
 
@@ -59,17 +58,30 @@ def refuse_other_likelihood(likelihood: object, model: Any) -> None:
         )
 
 
-def refuse_compiling() -> None:
-    """Raise if torch compiles the calling model as a whole."""
+def refuse_compiling(model: Any) -> None:
+    """Raise if torch compiles the calling model, a Bayesian model, as a whole."""
     if torch.compiler.is_compiling():
-        _raise_outside_of_the_graph()
+        _raise_outside_of_the_graph(model)
 
 
-def _raise_compiling() -> None:
+def _raise_compiling(model: Any) -> None:
     raise ValueError(
         "a model with a member axis cannot be compiled as a whole: members, trunk and head exchange forwards while it "
-        f"runs. Compile its layers in place: {COMPILE_LAYERS}"
+        f"runs. Compile its blocks in place: {compiling_blocks(model.core, 'model.core')}"
     )
+
+
+def compiling_blocks(core: nn.Module, name: str) -> str:
+    """Return the line of code that compiles the blocks of a model in place.
+
+    Args:
+        core: the transformers model.
+        name: the words for ``core`` in this line.
+    """
+    found = decoder_blocks(core)
+    if found is None:
+        return f"block.compile() for each block of {name}"
+    return f"for block in {name}.{found[0]}: block.compile()"
 
 
 _disable: Any = torch.compiler.disable  # untyped in torch

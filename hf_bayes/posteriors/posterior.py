@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import tempfile
 import warnings
@@ -326,8 +325,6 @@ def _refuse_plain_adapter(directory: str | os.PathLike[str]) -> None:
     found = set(os.listdir(directory))
     if lora_config.FILE in found and not found & {CONFIG, storage.MANIFEST}:
         raise FileNotFoundError(
-            errno.ENOENT,
             f"{directory} holds a plain adapter, expected a posterior: make one from held-out rows by hf-bayes "
-            "bayesianise (hf_bayes.fit_training_free)",
-            str(directory),
+            "bayesianise (hf_bayes.fit_training_free)"
         )

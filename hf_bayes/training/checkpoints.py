@@ -26,6 +26,14 @@ TRAINER_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 READ_BY_TRAINER = ("rng_state*.pth", "scaler.pt", "optimizer.bin*")
 """The further files that Trainer reads at a resume where it finds them."""
 NOT_COMPARED = ("num_updates", "num_processes")
+FOUND = "found_rate"
+"""The learning rate that a run has found. It differs only as a consequence of other settings."""
+WORDS = {
+    "num_steps": "updates of the run (max_steps, or num_train_epochs)",
+    "rows_per_update": "rows in an update (per_device_train_batch_size, gradient_accumulation_steps)",
+    FOUND: "the learning rate that the run has found",
+}
+"""A setting that no argument is called by -> its words in an error, with the arguments that decide it."""
 MAX_DIFFERENCES = 12
 """Settings that an error lists before it counts the rest."""
 
@@ -97,7 +105,7 @@ def load(
         more = f"; and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
         raise ValueError(
             f"checkpoint {checkpoint} belongs to another run: {'; '.join(lines[:MAX_DIFFERENCES])}{more}. Resume with "
-            "the saved settings"
+            "the saved settings, or begin anew without resume_from_checkpoint"
         )
     return {int(name[6:9]): content for name, content in files.items()}, saved
 
@@ -168,9 +176,29 @@ def _read_by_trainer(checkpoint: Path) -> list[Path]:
 
 def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """One line for each setting that must not differ and does, the settings of the run before those of its base."""
-    names = {name for name in saved.keys() | given.keys() if name not in NOT_COMPARED}
-    differing = sorted((name for name in names if saved.get(name) != given.get(name)), key=lambda n: ("." in n, n))
-    return [f"{name}: saved {saved.get(name)!r}, now {given.get(name)!r}" for name in differing]
+    found = _differing(saved, given) - set(NOT_COMPARED)
+    if found != {FOUND}:
+        found -= {FOUND}
+    lines: list[str] = []
+    for name in sorted(found, key=lambda n: ("." in n, n)):
+        before, now = saved.get(name), given.get(name)
+        if name == "method" and isinstance(before, Mapping) and isinstance(now, Mapping):
+            lines += _of_method(before, now)
+        else:
+            lines.append(f"{WORDS.get(name, name)}: saved {before!r}, now {now!r}")
+    return lines
+
+
+def _of_method(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """One line for each field of a method that differs; for another method, whose fields are others, its name."""
+    if saved.get("name") != given.get("name"):
+        return [f"method: saved {saved.get('name')!r}, now {given.get('name')!r}"]
+    names = sorted(_differing(saved, given))
+    return [f"method.{name}: saved {saved.get(name)!r}, now {given.get(name)!r}" for name in names]
+
+
+def _differing(saved: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+    return {name for name in saved.keys() | given.keys() if saved.get(name) != given.get(name)}
 
 
 def _chain_file(chain: int) -> str:

@@ -27,6 +27,11 @@ _OF_DPO: dict[str, tuple[Any, str]] = {
     "sync_ref_model": (False, "a reference that follows the chains would change their target in every update"),
 }
 """Arguments of DPOConfig that change the likelihood -> the value that is supported, and why no other is."""
+OTHER_LOSS = (
+    "For a classifier or a regression give likelihood=hf_bayes.Weighted() for weights of rows or classes, read from a "
+    "column, or a likelihood of your own (docs/likelihoods.md); a language model takes no other likelihood"
+)
+"""The advice of errors about a user's loss."""
 _TEMPLATE_FILES = (".jinja", ".j2")
 _TAKEN_OVER = {"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"}
 """Fields of a model's config that a trainer sets and that stay: special tokens are the tokenizer's."""
@@ -48,7 +53,7 @@ def refuse_foreign_loss(trainer: type, mixin: type) -> None:
         if "compute_loss" in vars(kind):
             raise ValueError(
                 f"{kind.__name__} ({kind.__module__}) overrides compute_loss, which training does not call: the chains "
-                "use the log-likelihood of the labels. Leave compute_loss out"
+                f"use the log-likelihood of the labels. Leave compute_loss out. {OTHER_LOSS}"
             )
     for host in trainer.__mro__[place + 1 :]:
         own = [name for name in _LOSS_METHODS if name in vars(host)]

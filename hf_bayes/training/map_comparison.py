@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hf_bayes.core.config import MethodConfig
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.methods.registry import map_rule
 from hf_bayes.objectives.map_estimate import map_estimate
@@ -56,10 +57,13 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
         return None
 
 
-def compare(host: TrainerHost, name: str, nll: float, map_nll: float, std_error: float | None) -> None:
+def compare(
+    host: TrainerHost, name: str, nll: float, map_nll: float, std_error: float | None, *, method: MethodConfig
+) -> None:
     """Describe the held-out NLL, and its difference to a MAP estimate's if that exceeds two standard errors.
 
     Args:
+        method: of the run, whose own advice is given if the posterior is worse.
         name: of the data set, with an underscore at its end; "" of the only one.
     """
     of = f" ({name[:-1]})" if name else ""
@@ -68,9 +72,9 @@ def compare(host: TrainerHost, name: str, nll: float, map_nll: float, std_error:
     elif nll < map_nll:
         host.say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)
     else:
+        advice = ", ".join(filter(None, ("train longer", method.cooling_advice)))
         host.warn(
             "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (standard error of the "
-            "difference %.2g): train longer, lower the temperature (for a sampler, a ladder chooses it: "
-            "docs/automatic.md), or use the MAP estimate",
-            of, nll, map_nll, std_error,
+            "difference %.2g): %s, or use the MAP estimate",
+            of, nll, map_nll, std_error, advice,
         )  # fmt: skip

@@ -281,5 +281,6 @@ class Outcome:
             assert map_rows is not None
             error = difference_std_error(rows, map_rows)
             figures |= {} if error is None else {f"{name}map_nll_difference_std_error": error}
-            compare(active.host, name, found[f"{name}nll"], figures[f"{name}map_nll"], error)
+            nll, map_nll = found[f"{name}nll"], figures[f"{name}map_nll"]
+            compare(active.host, name, nll, map_nll, error, method=active.method)
         return figures

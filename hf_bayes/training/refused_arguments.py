@@ -10,9 +10,10 @@ from transformers import PreTrainedModel, SchedulerType
 from hf_bayes.core.config import MethodConfig, check_config
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.refusals import compiling_blocks
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.training.arguments import PRECISIONS, BayesianTrainingArguments
-from hf_bayes.training.host_trainers import refuse_loss_settings
+from hf_bayes.training.host_trainers import OTHER_LOSS, refuse_loss_settings
 from hf_bayes.training.refusals import require_rows
 
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -25,6 +26,29 @@ REFUSED = frozenset(_OF_AN_OPTIMIZER) | {
 }  # fmt: skip
 """The arguments of a trainer that must stay at their defaults. Lists of arguments leave them out."""
 
+_OWN_OPTIMIZER = "the method is the optimizer. Leave it out, and set the fields of the method's config"
+_REFUSED_OBJECTS = {
+    "optimizers": _OWN_OPTIMIZER,
+    "optimizer_cls_and_kwargs": _OWN_OPTIMIZER,
+    "compute_loss_func": f"the chains use the log-likelihood of the labels. Leave it out. {OTHER_LOSS}",
+}
+"""Further arguments of a trainer -> why they are refused, and what to do."""
+
+
+def refuse_model_init(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a function that makes the model, because the random weights belong to one model from the start.
+
+    Raises:
+        ValueError: if ``model_init`` is given, or neither it nor a model.
+    """
+    if kwargs.get("model_init") is not None:
+        raise ValueError(
+            "model_init is refused: the chains are attached to one model when the trainer is made. Give model=, the "
+            "result of this function; to compare methods and settings, call hf_bayes.tune"
+        )
+    if model is None:
+        raise ValueError("model is missing, expected a transformers or peft model: give it as model=")
+
 
 def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> BayesianTrainingArguments:
     """Refuse settings that would silently change the target distribution, or that this trainer does not support.
@@ -36,7 +60,7 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
     """
     _refuse_types(args, method, model)
     refuse_loss_settings(args)
-    _refuse_devices(args)
+    _refuse_devices(args, model)
     _refuse_optimizer_settings(args, method)
     _refuse_other_losses(args)
     _refuse_broken_runs(args)
@@ -48,9 +72,9 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         )
     if kwargs.get("train_dataset") is not None:
         require_rows(kwargs["train_dataset"], args, method)
-    for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
+    for name, advice in _REFUSED_OBJECTS.items():
         if kwargs.get(name) not in (None, (None, None)):
-            raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")
+            raise ValueError(f"{name} is refused: {advice}")
     checked: BayesianTrainingArguments = args
     return checked
 
@@ -66,7 +90,7 @@ def _refuse_types(args: Any, method: Any, model: Any) -> None:
         raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")
 
 
-def _refuse_devices(args: Any) -> None:
+def _refuse_devices(args: Any, model: Any) -> None:
     """Refuse devices without float64, and settings that wrap, shard or compile the model as a whole."""
     if args.device.type == "mps":
         raise ValueError(
@@ -82,10 +106,19 @@ def _refuse_devices(args: Any) -> None:
         )
     if args.torch_compile:
         raise ValueError(
-            "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Compile its "
-            "layers in place before training: for layer in model.model.layers: layer.compile() (of a peft model: "
-            "model.get_base_model().model.layers)"
+            "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Leave it out, or "
+            f"compile its blocks in place before training: {_compiling(model)}"
         )
+
+
+def _compiling(model: Any) -> str:
+    if isinstance(model, BayesianModel):
+        return compiling_blocks(model.core, "model.core")
+    if isinstance(model, PeftModel):
+        return compiling_blocks(model.get_base_model(), "model.get_base_model()")
+    if isinstance(model, PreTrainedModel):
+        return compiling_blocks(model, "model")
+    return "load the model, and call compile() of each block"
 
 
 def _refuse_optimizer_settings(args: Any, method: MethodConfig) -> None:
@@ -148,7 +181,8 @@ def _refuse_broken_runs(args: Any) -> None:
         )
     if args.load_best_model_at_end:
         raise ValueError(
-            "load_best_model_at_end is refused: a posterior is all of its draws, not the best checkpoint of a run"
+            "load_best_model_at_end is refused: a posterior is all of its draws, not the best checkpoint of a run. "
+            "Leave it out. If the held-out NLL rises again, take fewer updates, or let hf_bayes.tune compare runs by it"
         )
     if args.train_sampling_strategy != "random":
         raise ValueError(

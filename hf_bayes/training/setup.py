@@ -25,7 +25,7 @@ from hf_bayes.training.memory_check import require_memory
 from hf_bayes.training.own_choices import given_or_recommended
 from hf_bayes.training.prepared_model import prepared
 from hf_bayes.training.refusals import refuse_other_weights
-from hf_bayes.training.refused_arguments import refuse_arguments
+from hf_bayes.training.refused_arguments import refuse_arguments, refuse_model_init
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.likelihoods import Likelihood
@@ -82,6 +82,7 @@ def set_up(
         ValueError: for arguments, a model, a prior or a launch with which the method would not sample the posterior
             of this model.
     """
+    refuse_model_init(model, kwargs)
     method = given_or_recommended(
         method, model, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"), inherits=prior is not None
     )

@@ -67,7 +67,7 @@ class BayesianTrainerMixin(PrivateHooks):
 
     def __init__(
         self,
-        model: PreTrainedModel | PeftModel | BayesianModel | str | os.PathLike[str],
+        model: PreTrainedModel | PeftModel | BayesianModel | str | os.PathLike[str] | None = None,
         method: MethodConfig | None = None,
         args: BayesianTrainingArguments | None = None,
         *,

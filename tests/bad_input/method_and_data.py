@@ -172,7 +172,7 @@ METHOD_AND_DATA = [
     ),
     Refused("target", "its betas", training(adam_beta1=0.5), ("adam_beta1", "fields of the method's config")),
     Refused("target", "label smoothing", training(label_smoothing_factor=0.1), ("label_smoothing_factor must be 0",)),
-    Refused("target", "compiling", training(torch_compile=True), ("torch_compile", "layer.compile()")),
+    Refused("target", "compiling", training(torch_compile=True), ("torch_compile", "block.compile()")),
     Refused("target", "noise on embeddings", training(neftune_noise_alpha=5.0), ("neftune_noise_alpha", "likelihood")),
     Refused("target", "fp16", training(fp16=True), ("fp16 is refused", "bf16")),
     Refused(

@@ -57,7 +57,16 @@ TRAINER_SETTINGS = [
         ("optimizers is refused",),
     ),
     Refused(
-        "trainer", "own loss", lambda out: custom_trainer(out, compute_loss_func=len), ("compute_loss_func is refused",)
+        "trainer",
+        "own loss",
+        lambda out: custom_trainer(out, compute_loss_func=len),
+        ("compute_loss_func is refused", "likelihood=hf_bayes.Weighted()", "docs/likelihoods.md"),
+    ),
+    Refused(
+        "trainer",
+        "function of the model",
+        lambda out: custom_trainer(out, model_init=len),
+        ("model_init is refused", "Give model=", "hf_bayes.tune"),
     ),
     *[
         Refused(
@@ -97,7 +106,7 @@ TRAINER_SETTINGS = [
         training(
             load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps", eval_dataset=runs.token_rows(2)
         ),
-        ("load_best_model_at_end is refused", "all of its draws"),
+        ("load_best_model_at_end is refused", "all of its draws", "Leave it out", "fewer updates"),
     ),
     Refused(
         "trainer", "batch size by trial", training(auto_find_batch_size=True), ("auto_find_batch_size is refused",)

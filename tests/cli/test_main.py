@@ -74,6 +74,15 @@ def test_an_interrupted_command_has_status_130(monkeypatch: pytest.MonkeyPatch) 
     assert main(["diagnose", "out"]) == 130
 
 
+def test_an_interrupted_run_says_how_to_continue_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = raising(KeyboardInterrupt())._replace(continuing=lambda *parsed: f"Continue {parsed[0].posterior}.")
+    monkeypatch.setattr(diagnose, "COMMAND", command)
+    assert main(["diagnose", "out"]) == 130
+    assert capsys.readouterr() == ("", "hf-bayes diagnose: interrupted. Continue out.\n")
+
+
 def test_only_the_first_line_of_an_error_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,3 +69,8 @@ def test_what_is_no_config_is_refused(method: object) -> None:
     check_config(Plain())
     with pytest.raises(ValueError, match=r"method must be a config such as SGHMCConfig\(\.\.\.\), got "):
         check_config(method)
+
+
+def test_only_a_temperature_above_zero_can_be_lowered() -> None:
+    assert Plain(temperature=0.5).cooling_advice == "lower the temperature"
+    assert Plain(temperature=0.0).cooling_advice == ""

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.refusals import COMPILE_LAYERS
+from hf_bayes.models.refusals import compiling_blocks
 from tests.members.reference import core_of, relative_error
 from tests.members.subjects import labelled
 from tests.models.prepared import TOLERANCE, prepared
@@ -35,27 +36,38 @@ def test_compiling_the_whole_is_refused_in_words(name: str) -> None:
     model, _, theta, subspace = prepared(name)
     with attach(model, theta, subspace=subspace) as bayesian, torch.no_grad():
         compiled = torch.compile(bayesian, backend="eager")
-        with pytest.raises(ValueError, match=r"cannot be compiled as a whole: .* layer.compile\(\)"):
+        with pytest.raises(ValueError, match=r"cannot be compiled as a whole: .* block.compile\(\)"):
             compiled(**batch())
         bayesian(**batch())
 
 
-@pytest.mark.parametrize("name", ["llama-lora", "llama-last-block"])
-def test_the_line_that_is_advised_finds_the_layers(name: str) -> None:
+BLOCKS = {"llama-lora": "model.layers", "llama-last-block": "model.layers", "bert-head": "bert.encoder.layer"}
+"""The name of a model in ``SUBJECTS`` -> the path of its blocks."""
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_line_that_is_advised_finds_the_blocks(name: str) -> None:
     model, _, theta, subspace = prepared(name)
-    layers = COMPILE_LAYERS.removeprefix("for layer in ").removesuffix(": layer.compile()")
     with attach(model, theta, subspace=subspace) as bayesian:
-        assert attrgetter(layers.removeprefix("model."))(bayesian) is core_of(model).model.layers
+        line = compiling_blocks(bayesian.core, "model.core")
+        assert line == f"for block in model.core.{BLOCKS[name]}: block.compile()"
+        found: list[nn.Module] = []
+        exec(line.replace("block.compile()", "found.append(block)"), {"model": bayesian, "found": found})
+        assert found == list(attrgetter(BLOCKS[name])(core_of(model)))
 
 
-@pytest.mark.parametrize("name", ["llama-lora", "llama-last-block"])
+def test_a_model_without_a_list_of_blocks_gets_advice_without_a_path() -> None:
+    assert compiling_blocks(nn.Linear(2, 2), "model") == "block.compile() for each block of model"
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 def test_layers_compiled_one_by_one_change_nothing(name: str) -> None:
     found = []
     for backend in (None, "aot_eager"):
         model, _, theta, subspace = prepared(name)
         leaf = theta.clone().requires_grad_()
         with attach(model, theta, subspace=subspace) as bayesian:
-            for layer in core_of(model).model.layers if backend else ():
+            for layer in attrgetter(BLOCKS[name])(core_of(model)) if backend else ():
                 layer.compile(backend=backend)
             bayesian.train()(**labelled(name), theta=leaf).loss.sum().backward()
             with torch.no_grad():

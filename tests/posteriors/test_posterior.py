@@ -162,8 +162,17 @@ def test_posterior_that_did_not_converge_warns_with_its_verdict(tmp_path: Path) 
             Posterior.from_pretrained(tmp_path)
 
 
+def test_a_checkpoint_is_no_posterior_but_is_beside_one(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-10"
+    checkpoint.mkdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        Posterior.from_pretrained(checkpoint)
+    assert str(caught.value).startswith(f"{checkpoint} holds no manifest.json: it is a checkpoint, from which a run")
+    assert f"The posterior is in {tmp_path} once the run has ended" in str(caught.value)
+
+
 def test_what_is_no_posterior_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no manifest\.json"):
+    with pytest.raises(FileNotFoundError, match=r"holds no manifest\.json: it is not a"):
         Posterior.from_pretrained(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="is a file"):

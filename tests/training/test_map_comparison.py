@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import default_data_collator
 
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.compat import TrainerHost
@@ -49,11 +51,30 @@ def test_a_map_estimate_may_be_left_out(tmp_path, name):
 
 def test_a_posterior_worse_than_its_map_estimate_is_said(tmp_path, caplog):
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4))
-    compare(TrainerHost(trainer), "", 2.0, 1.5, 0.1)
+    compare(TrainerHost(trainer), "", 2.0, 1.5, 0.1, method=trainer.method)
     assert "worse than a MAP estimate's 1.5000" in caplog.text
     caplog.clear()
-    compare(TrainerHost(trainer), "", 1.5, 2.0, 0.1)
+    compare(TrainerHost(trainer), "", 1.5, 2.0, 0.1, method=trainer.method)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("method", "advice"),
+    [
+        (EnsembleConfig(), "train longer, or use the MAP estimate"),
+        (METHODS["mean_field"](), "train longer, lower the temperature, or use the MAP estimate"),
+        (SGHMCConfig(), "train longer, lower the temperature (a ladder chooses it: docs/automatic.md), or use"),
+        (SGHMCConfig(temperature=0), "train longer, or use the MAP estimate"),
+        (SGHMCConfig(ladder={"temperature": [1, 0.1]}), "train longer, give the ladder lower temperatures"),
+        (SGHMCConfig(ladder={"prior_scale": [1, 2]}), "train longer, lower the temperature (a ladder"),
+    ],
+)
+def test_advice_on_a_worse_posterior_fits_the_method(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: MethodConfig, advice: str
+) -> None:
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
+    compare(TrainerHost(trainer), "", 2.0, 1.5, 0.1, method=method)
+    assert advice in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -71,7 +92,7 @@ def test_a_difference_within_two_standard_errors_is_not_told(
 ) -> None:
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
     caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
-    compare(TrainerHost(trainer), "", nll, 1.5, error)
+    compare(TrainerHost(trainer), "", nll, 1.5, error, method=trainer.method)
     assert ("MAP estimate" in caplog.text) == said
     assert any(record.levelname == "WARNING" for record in caplog.records) == warned
     assert f"{nll:.4f}" in caplog.text  # the figure of the posterior is always given

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from hf_bayes import BayesianTrainingArguments, MAPConfig
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
 from hf_bayes.training.refused_arguments import REFUSED, refuse_arguments
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
 FURTHER: dict[str, dict[str, Any]] = {
     "fsdp_config": {"fsdp": True},
@@ -43,6 +43,29 @@ def test_an_argument_that_no_help_lists_is_refused(tmp_path: Path, model: PreTra
     fields = {name: VALUES[name], **FURTHER.get(name, {})}
     with pytest.raises(ValueError):
         refuse_arguments(BayesianTrainingArguments(str(tmp_path), use_cpu=True, **fields), MAPConfig(), model, {})
+
+
+def test_a_function_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model_init is refused.*Give model=.*hf_bayes\.tune"):
+        BayesianTrainer(model_init=tiny_llama, args=BayesianTrainingArguments(str(tmp_path), use_cpu=True))
+    with pytest.raises(ValueError, match=r"model is missing.*give it as model="):
+        BayesianTrainer(args=BayesianTrainingArguments(str(tmp_path), use_cpu=True))
+
+
+@pytest.mark.parametrize("name", ["optimizers", "optimizer_cls_and_kwargs", "compute_loss_func"])
+def test_a_refused_object_says_what_to_do(tmp_path: Path, model: PreTrainedModel, name: str) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match=rf"{name} is refused.*Leave it out") as caught:
+        refuse_arguments(args, MAPConfig(), model, {name: len})
+    assert ("optimizer." in str(caught.value)) == ("optimizer" in name)
+
+
+def test_advice_on_compiling_names_the_blocks_of_the_model(tmp_path: Path) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), use_cpu=True, torch_compile=True)
+    with pytest.raises(ValueError, match=r"for block in model\.bert\.encoder\.layer: block\.compile"):
+        refuse_arguments(args, MAPConfig(), tiny_bert(), {})
+    with pytest.raises(ValueError, match=r"for block in model\.get_base_model\(\)\.model\.layers: block"):
+        refuse_arguments(args, MAPConfig(), with_lora(tiny_llama()), {})
 
 
 def test_the_defaults_are_not_refused(tmp_path: Path, model: PreTrainedModel) -> None:

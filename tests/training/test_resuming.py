@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from tests import runs
@@ -31,12 +32,12 @@ def test_nothing_to_resume_is_said(tmp_path):
 TWO = {"num_chains": 2, "draws_per_chain": 2}
 
 OTHERS = {
-    "chains": ({"method": SGHMCConfig(**{**TWO, "num_chains": 3})}, ["method", "'num_chains': 2", "'num_chains': 3"]),
+    "chains": ({"method": SGHMCConfig(**{**TWO, "num_chains": 3})}, ["method.num_chains: saved 2, now 3"]),
     "field of the method": (
         {"method": SGHMCConfig(**TWO, momentum=0.5)},
-        ["method", "'momentum': 0.9", "'momentum': 0.5"],
+        ["another run: method.momentum: saved 0.9, now 0.5. Resume with", "or begin anew"],
     ),
-    "method": ({"method": SGLDConfig(**TWO)}, ["method", "'sghmc'", "'sgld'"]),
+    "method": ({"method": SGLDConfig(**TWO)}, ["method: saved 'sghmc', now 'sgld'"]),
     "learning rate": ({"learning_rate": 0.02}, ["learning_rate: saved 0.01, now 0.02"]),
     "schedule": ({"lr_scheduler_type": "linear"}, ["lr_scheduler_type", "linear"]),
     "warm-up": ({"warmup_steps": 3}, ["warmup_steps: saved 0, now 3"]),
@@ -45,10 +46,13 @@ OTHERS = {
         ["num_rows: saved 10, now 9", "num_data: saved 70.0, now 63.0"],
     ),
     "terms of the data": ({"num_data": 99.0}, ["num_data: saved 70.0, now 99.0"]),
-    "batch": ({"per_device_train_batch_size": 3}, ["rows_per_update: saved 2, now 3"]),
-    "accumulation": ({"gradient_accumulation_steps": 2}, ["rows_per_update: saved 2, now 4"]),
+    "batch": (
+        {"per_device_train_batch_size": 3},
+        ["rows in an update (per_device_train_batch_size, ", "saved 2, now 3"],
+    ),
+    "accumulation": ({"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps): saved 2, now 4"]),
     "minibatches": ({"minibatch": "shared"}, ["minibatch: saved 'independent', now 'shared'"]),
-    "length of the run": ({"max_steps": 7}, ["num_steps: saved 6, now 7"]),
+    "length of the run": ({"max_steps": 7}, ["updates of the run (max_steps, or num_train_epochs): saved 6, now 7"]),
     "seed": ({"seed": 1}, ["seed: saved 42, now 1"]),
     "order of the rows": ({"data_seed": 1}, ["data_seed: saved None, now 1"]),
     "subspace": ({"model": lambda: with_lora(tiny_llama(), target_modules=["q_proj"])}, ["parameters"]),
@@ -79,3 +83,13 @@ def test_resume_with_a_prior_at_other_initial_weights_is_refused(tmp_path, prior
         return
     with pytest.raises(ValueError, match="belongs to another run: prior_mean: saved"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_given_rate_for_a_found_one_is_said_without_its_consequences(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "map_updates": 0}
+    runs.trainer(tmp_path, EnsembleConfig(num_chains=2), learning_rate=None, **saving).train()
+    other = runs.trainer(tmp_path, EnsembleConfig(num_chains=2), learning_rate=1e-3, **saving)
+    with pytest.raises(ValueError, match=r"another run: learning_rate: saved None, now 0\.001; method") as caught:
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "has found" not in str(caught.value)
+    assert "num_chains" not in str(caught.value)

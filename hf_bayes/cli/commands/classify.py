@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments
 from hf_bayes.cli.classifier import LabelArguments, classifier
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.scripts import begin, train_or_tune
+from hf_bayes.cli.scripts import begin, continuing_training, train_or_tune
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
 
@@ -26,4 +26,5 @@ COMMAND = Command(
     run=classify,
     arguments=(ModelArguments, MethodArguments, DataArguments, LabelArguments, BayesianTrainingArguments),
     example="classify --model_name_or_path bert-base-uncased --dataset reviews.csv --output_dir posterior",
+    continuing=continuing_training,
 )

@@ -26,7 +26,7 @@ from hf_bayes.cli.continual_results import Results, figures, losses_on, table
 from hf_bayes.cli.data import load_episode
 from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.progress import one_bar
-from hf_bayes.cli.scripts import begin
+from hf_bayes.cli.scripts import begin, continuing_comparison
 from hf_bayes.cli.token_windows import window_length
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_json
@@ -181,4 +181,5 @@ COMMAND = Command(
     run=continual,
     arguments=(LoraArguments, ContinualArguments, BayesianTrainingArguments),
     example='continual --model_name_or_path gpt2 --episodes one.txt "more/*.txt" --output_dir continual',
+    continuing=continuing_comparison,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.language_model import WindowArguments, language_model
-from hf_bayes.cli.scripts import begin, train_or_tune
+from hf_bayes.cli.scripts import begin, continuing_training, train_or_tune
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
 
@@ -28,4 +28,5 @@ COMMAND = Command(
     run=train,
     arguments=(ModelArguments, MethodArguments, DataArguments, WindowArguments, BayesianTrainingArguments),
     example="train --model_name_or_path gpt2 --dataset book.txt --output_dir posterior",
+    continuing=continuing_training,
 )

@@ -11,7 +11,7 @@ from hf_bayes.cli.command import Command
 from hf_bayes.cli.evaluation_cases import refuse_changes
 from hf_bayes.cli.language_model import WindowArguments, language_model
 from hf_bayes.cli.parsing import check_count
-from hf_bayes.cli.scripts import begin
+from hf_bayes.cli.scripts import begin, continuing_comparison
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.tuning.tune import Tuning
 from hf_bayes.training.tuning.tune import tune as compare
@@ -68,4 +68,5 @@ COMMAND = Command(
         ModelArguments, TuningArguments, DataArguments, WindowArguments, LabelArguments, BayesianTrainingArguments
     ),
     example="tune --task classify --model_name_or_path bert-base-uncased --dataset reviews.csv --output_dir tuned",
+    continuing=continuing_comparison,
 )  # fmt: skip

@@ -89,6 +89,13 @@ class LangevinConfig(MethodConfig):
         return HEATING if self.temperature >= 1 else HEATING_OF_TEMPERED
 
     @property
+    def cooling_advice(self) -> str:
+        """As of every method; held-out rows can choose the temperature of this one."""
+        if self.ladder is not None and "temperature" in self.ladder:
+            return "give the ladder lower temperatures (docs/automatic.md)"
+        return f"{super().cooling_advice} (a ladder chooses it: docs/automatic.md)" if self.temperature > 0 else ""
+
+    @property
     def rungs(self) -> list[dict[str, float]]:
         """The settings of each rung of the ladder; none without one."""
         ladder = self.ladder or {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -133,6 +132,4 @@ def check_name(name: str, where: str | None = None) -> None:
 def check_is_directory(root: Path) -> None:
     """Refuse a file where a directory is expected. A missing path is accepted."""
     if root.exists() and not root.is_dir():
-        raise NotADirectoryError(
-            errno.ENOTDIR, f"{root} is a file, expected a directory: choose another path", str(root)
-        )
+        raise NotADirectoryError(f"{root} is a file, expected a directory: choose another path")

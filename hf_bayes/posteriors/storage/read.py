@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import os
 import stat
 import time
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hf_bayes.posteriors.compat import CHECKPOINT_FOLDERS
 from hf_bayes.posteriors.storage.content import decode
 from hf_bayes.posteriors.storage.formats import MAX_TEXT, read_header
 from hf_bayes.posteriors.storage.listing import some
@@ -19,6 +20,7 @@ from hf_bayes.posteriors.storage.manifest import (
     MANIFEST,
     MAX_JSON,
     PENDING,
+    POSTERIOR,
     Entry,
     Manifest,
     check_is_directory,
@@ -63,7 +65,7 @@ def read_directory(
     root = Path(directory)
     check_is_directory(root)
     if not root.exists():
-        raise FileNotFoundError(errno.ENOENT, f"{root} does not exist", str(root))
+        raise FileNotFoundError(f"{root} does not exist")
     root = Path(os.path.realpath(root))
     for attempt in range(_ATTEMPTS):
         before = _generation(root)
@@ -111,11 +113,12 @@ def read_manifest(root: Path, format: str) -> Manifest:
     """
     path = root / MANIFEST
     if not os.path.lexists(path):
-        raise FileNotFoundError(
-            errno.ENOENT,
-            f"{root} holds no {MANIFEST}: it is not a {format}, or its first save never ended",
-            str(root),
-        )
+        if format == POSTERIOR and fnmatch(root.name, CHECKPOINT_FOLDERS):
+            raise FileNotFoundError(
+                f"{root} holds no {MANIFEST}: it is a checkpoint, from which a run resumes (resume_from_checkpoint). "
+                f"The posterior is in {root.parent} once the run has ended: give that folder"
+            )
+        raise FileNotFoundError(f"{root} holds no {MANIFEST}: it is not a {format}, or its first save never ended")
     manifest = parse_manifest(read_inside(root, path, limit=MAX_JSON), root)
     if manifest.format != format:
         raise ValueError(f"{path}: format is {manifest.format!r}, expected {format!r}")

@@ -11,7 +11,6 @@ files of one whole save, and a directory without one holds an unfinished save.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -83,14 +82,12 @@ def check_seal(directory: str | os.PathLike[str], *, file: str, format: str) -> 
     """
     root = Path(os.path.realpath(directory))
     if not os.path.lexists(root / file):
-        raise FileNotFoundError(
-            errno.ENOENT, f"{root} lacks {file}: its save never ended, or another version wrote it", str(root / file)
-        )
+        raise FileNotFoundError(f"{root} lacks {file}: its save never ended, or another version wrote it")
     entries = _parse(read_inside(root, root / file, limit=MAX_JSON), where=str(root / file), format=format)
     for name, entry in entries.items():
         path = root / name
         if not os.path.lexists(path):
-            raise FileNotFoundError(errno.ENOENT, f"{root} lacks {name}, which {file} lists", str(path))
+            raise FileNotFoundError(f"{root} lacks {name}, which {file} lists")
         data = read_inside(root, path, limit=max(entry.size, MAX_JSON))
         if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
             raise ValueError(

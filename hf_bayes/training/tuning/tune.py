@@ -19,6 +19,7 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data_fingerprint import describe_rows
 from hf_bayes.training.repeated_runs import finished_run, require_repeatable
+from hf_bayes.training.tuning import chance
 from hf_bayes.training.tuning.candidates import Candidate, default_candidates
 from hf_bayes.training.tuning.choice import as_table, best_of, sentence
 from hf_bayes.training.tuning.figure import draw
@@ -118,6 +119,7 @@ def tune(
     _check(eval_dataset)
     with attach(model, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood) as bayesian:
         rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
+        guessed = chance.guess(bayesian, train_dataset, eval_dataset)
     _check_names(rows)
     plan = _plan(rows, args, budget, len(train_dataset))
     given = {
@@ -132,7 +134,7 @@ def tune(
     chosen = best_of(kept)
     posterior = Posterior.from_pretrained(trials.folder(chosen))
     posterior.save_pretrained(str(args.output_dir))
-    text = sentence(chosen, kept)
+    text = sentence(chosen, kept) + chance.warning(chosen, guessed)
     draw((first, second), chosen, Path(str(args.output_dir)) / "tuning.png")
     Console().print(as_table(kept, chosen))
     Console().print(text)
@@ -257,7 +259,8 @@ def _check(eval_dataset: Any) -> None:
     if len(eval_dataset) < LEAST_ROWS:
         raise ValueError(
             f"eval_dataset has {len(eval_dataset)} rows, too few to choose by: the standard error of a difference "
-            f"between methods would be larger than the differences. {LEAST_ROWS} rows would do"
+            f"between methods would be larger than the differences. Hold out at least {LEAST_ROWS} (eval_dataset, or "
+            "--validation_fraction or --validation_file of hf-bayes)"
         )
 
 
@@ -288,7 +291,8 @@ def _plan(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: in
         raise ValueError(
             f"budget={budget:,} gradients give {max(0, plan.per_trial // each)} updates to each of "
             f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
-            f"needed: give at least {math.ceil(plan.parts * LEAST_UPDATES * each):,}, or fewer candidates"
+            f"needed: give at least {math.ceil(plan.parts * LEAST_UPDATES * each):,} (budget, or --budget of "
+            "hf-bayes), or in Python fewer candidates"
         )
     return plan
 

@@ -119,8 +119,9 @@ def test_missing_places_are_named(directory: Path, tmp_path: Path) -> None:
         read_directory(tmp_path / "nothing", format=FORMAT)
     with pytest.raises(NotADirectoryError, match="is a file, expected a directory"):
         read_directory(directory / "a.safetensors", format=FORMAT)
-    with pytest.raises(FileNotFoundError, match=r"holds no manifest\.json: it is not a test\.checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"holds no manifest\.json: it is not a test\.checkpoint") as caught:
         read_directory(tmp_path, format=FORMAT)
+    assert str(caught.value).count(str(tmp_path)) == 1
     with pytest.raises(ValueError, match=r"format is 'test\.checkpoint', expected 'hf_bayes\.posterior'"):
         read_directory(directory, format="hf_bayes.posterior")
 

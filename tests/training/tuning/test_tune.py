@@ -138,6 +138,15 @@ def test_a_second_call_repeats_no_run(tuned: tuple[Path, Tuning], monkeypatch: p
         call(directory, CANDIDATES[:3])
 
 
+def test_a_choice_no_better_than_guessing_is_said(tmp_path: Path) -> None:
+    two = {"input_ids": [[5] * 6, [9] * 6], "attention_mask": [[1] * 6] * 2, "labels": [0, 1]}
+    data = {"train_dataset": Dataset.from_dict(two).repeat(40), "eval_dataset": Dataset.from_dict(two).repeat(100)}
+    learnt = call(tmp_path / "learnt", CANDIDATES[1:2], budget=1000, **data)
+    assert "guessing" not in learnt.sentence
+    slow = call(tmp_path / "slow", CANDIDATES[:1], budget=1000, **data)
+    assert "no better than guessing by the label frequencies" in slow.sentence
+
+
 def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
     model = tiny_bert()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -153,7 +162,7 @@ def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eval_dataset": learnable(199, 1)}, r"199 rows, too few to choose by.* 200 rows would do"),
+        ({"eval_dataset": learnable(199, 1)}, r"199 rows, too few to choose by.* at least 200 .*--validation_fraction"),
         ({"eval_dataset": None}, "one data set with a length, got NoneType"),
         ({"eval_dataset": {"a": learnable(200, 1)}}, "one data set with a length, got dict"),
         ({"budget": 1000}, r"budget=1,000 gradients give 25 updates to each of 2 chains.*give at least 1,600"),
