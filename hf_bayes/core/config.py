@@ -157,7 +157,7 @@ class MethodConfig:
 
     @property
     def cooling_advice(self) -> str:
-        """How this method comes nearer to a mode, as warnings say it; empty at T = 0, which cannot be lowered."""
+        """Return how this method comes nearer to a mode, for warnings; empty at T = 0, which cannot be lowered."""
         return "lower the temperature" if self.temperature > 0 else ""
 
     def _check_count(self, field: str, value: Any, *, minimum: int) -> None:

@@ -90,7 +90,7 @@ class LangevinConfig(MethodConfig):
 
     @property
     def cooling_advice(self) -> str:
-        """As of every method; held-out rows can choose the temperature of this one."""
+        """Return how this method comes nearer to a mode; a ladder can choose its temperature."""
         if self.ladder is not None and "temperature" in self.ladder:
             return "give the ladder lower temperatures (docs/automatic.md)"
         return f"{super().cooling_advice} (a ladder chooses it: docs/automatic.md)" if self.temperature > 0 else ""
