@@ -1,4 +1,4 @@
-"""Methods of a live model that write or move its own weights. They know no members, and refuse while it has some."""
+"""Methods of a live model that write or move its own weights. They raise while the model has members."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class _Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
-            f"{self.kind}.{self.name}() knows no members: while a BayesianModel holds this model, its own weights are "
-            "those from before the training. Save the posterior (BayesianTrainer.save_model()), write one set of "
-            "weights (hf-bayes export), or call detach() of the BayesianModel first, which gives this model back as "
-            "it was"
+            f"{self.kind}.{self.name}() would leave the members out: while a BayesianModel holds this model, its "
+            "weights are those from before the training. Save the posterior (BayesianTrainer.save_model()), write one "
+            "set of weights (hf-bayes export), or call detach() of the BayesianModel first, which gives this model "
+            "back as it was"
         )
