@@ -7,6 +7,7 @@ transformers.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -81,7 +82,7 @@ def _run(name: str, given: list[str]) -> None:
         with hidden_bars():
             command.run(*parsed)
     except KeyboardInterrupt:
-        if command.continuing is not None:
+        if command.continuing is not None and int(os.environ.get("RANK", 0)) == 0:  # of the processes of a launch
             start = "\n" if sys.stderr.isatty() else ""  # a bar ends without a new line
             print(f"{start}hf-bayes {name}: interrupted. {command.continuing(*parsed)}", file=sys.stderr)
         raise

@@ -81,6 +81,9 @@ def test_an_interrupted_run_says_how_to_continue_it(
     monkeypatch.setattr(diagnose, "COMMAND", command)
     assert main(["diagnose", "out"]) == 130
     assert capsys.readouterr() == ("", "hf-bayes diagnose: interrupted. Continue out.\n")
+    monkeypatch.setenv("RANK", "1")  # of the processes of a launch, the first one speaks
+    assert main(["diagnose", "out"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_only_the_first_line_of_an_error_is_shown(

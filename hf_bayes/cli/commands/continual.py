@@ -35,7 +35,7 @@ from hf_bayes.models.base_model import describe
 from hf_bayes.models.input_check import context_of
 from hf_bayes.posteriors.storage import check_folder
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.checkpoints import newest_complete
+from hf_bayes.training.checkpoints import WORDS, newest_complete
 from hf_bayes.training.trainer import BayesianTrainer
 
 SETTINGS = (
@@ -81,7 +81,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     train, test = (windows(given.episodes, part, tokenizer, **cut) for part in zip(*texts, strict=True))
     settings = {**dataclasses.asdict(model_args), **dataclasses.asdict(given), "window": window, "methods": None}
     settings |= {name: getattr(args, name) for name in SETTINGS}
-    settings["rows_per_update"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    settings[WORDS["rows_per_update"]] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     # the weights at a path may have changed, and only some methods have a prior that detects this
     about = describe(first, first.get_base_model(), select(first), tokenizer)
     settings |= {f"fingerprint of {part}": value for part, value in about["fingerprint"].items()}

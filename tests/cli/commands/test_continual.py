@@ -12,6 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, TrainerCallback
 
 from hf_bayes import Posterior
 from hf_bayes.cli.commands import continual
+from hf_bayes.training.checkpoints import WORDS
 from tests.cli.commands import running
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
 
@@ -81,11 +82,11 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
     assert trained == [str(removed)]
     for change, key in (
         ({"strength": 2.0}, "strength"),
-        ({"gradient_accumulation_steps": 2}, "rows_per_update"),
+        ({"gradient_accumulation_steps": 2}, WORDS["rows_per_update"]),
         ({"lr_scheduler_type": "linear"}, "lr_scheduler_type"),
         ({"data_unit": "sequence"}, "data_unit"),
     ):
-        with pytest.raises(ValueError, match=rf"other \['{key}'\]: choose another output_dir"):
+        with pytest.raises(ValueError, match=re.escape(f"other ['{key}']: choose another output_dir")):
             run({**fields, **change})
     (tmp_path / "two.txt").write_text(f"{TEXTS[2]}\n" * 12)
     with pytest.raises(ValueError, match=r"other \['texts'\]: choose another output_dir"):
