@@ -37,9 +37,10 @@ MIN_UPDATES, MAX_UPDATES = 6, 40
 TYPICAL = 0.12
 """The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 150 updates, 1e-3 for 14,400, 2e-4 for 4e5."""
 
-SHORT_FACTORS, SHORT_SHARE, SHORT_UPDATES = (0.1, 0.3, 1.0), 0.2, 4
+SHORT_FACTORS, SHORT_SHARE, SHORT_UPDATES = (0.1, 0.3, 1.0), 0.5, 4
 """The trial of a short run: its rates as factors of the usual rate, its largest share of the run, and its smallest
-number of updates. The rates are far enough apart to be compared after a few updates on the same rows."""
+number of updates. The rates are far enough apart to be compared after a few updates on the same rows. The share is
+large, because the runs that it matters to are a few gradients long, and learn little at a rate that is too small."""
 
 MARGIN = 0.05
 """The share by which a smaller rate must lower the loss of a short trial to be taken instead of the usual rate.
@@ -67,7 +68,10 @@ class RangeTest(NamedTuple):
     def describe(self) -> str:
         """Return one sentence: the rate, and why."""
         if not self.losses:
-            return f"learning rate {self.learning_rate:.2g}: the run is too short to try several"
+            return (
+                f"learning rate {self.learning_rate:.2g}: the run is too short to try several, and to learn much. "
+                "Train longer, or give a learning rate"
+            )
         tried = ", ".join(f"{rate:g}: {loss:.3g}" for rate, loss in self.losses.items())
         rule = "" if self.usual is None else f"; a rate below {self.usual:g} has to be {MARGIN:.0%} better"
         return (

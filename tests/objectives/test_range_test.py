@@ -81,8 +81,8 @@ def test_a_trial_takes_at_most_a_tenth_of_the_run(num_steps: int, num_chains: in
 
 
 def test_a_short_run_tries_three_rates_below_the_usual_one() -> None:
-    assert plan_trial(60, 1) == TrialPlan((0.006, 0.018, 0.06), 4, 0.06)  # a fifth of the run
-    assert plan_trial(59, 1) == TrialPlan((), 0)
+    assert plan_trial(24, 1) == TrialPlan((0.006, 0.018, 0.06), 4, 0.06)  # half of the run
+    assert plan_trial(23, 1) == TrialPlan((), 0)
 
 
 class Known(Valley):
@@ -112,7 +112,8 @@ def test_a_smaller_rate_needs_a_margin_in_a_short_trial(losses: tuple[float, ...
 def test_a_run_too_short_to_try_takes_the_default() -> None:
     found = tried(1.0, num_updates=0)
     assert found == RangeTest(DEFAULT_ADAMW_RATE, {}, 0)
-    assert found.describe() == "learning rate 0.001: the run is too short to try several"
+    words = "the run is too short to try several, and to learn much. Train longer, or give a learning rate"
+    assert found.describe() == f"learning rate 0.001: {words}"
 
 
 def test_the_description_names_every_rate_and_its_loss() -> None:
