@@ -224,7 +224,8 @@ class Diagnostics(Measurements):
             return None
         wide = size == "too large"
         of_chains = "larger batch, smaller step size, or longer burn-in" if wide else "longer burn-in"
-        remedy = of_chains if self.kind == "chains" else "structure='kronecker' or 'full', or a sampler"
+        of_gaussian = "a sampler, or for laplace num_samples=None and structure='kronecker' or 'full'"
+        remedy = of_chains if self.kind == "chains" else of_gaussian
         return (
             f"the draws are too {'wide' if wide else 'narrow'} along the directions that the data rule "
             f"(configurational temperature {self._found_spread} where {self.temperature or 1.0:.3g} is expected): "

@@ -148,7 +148,7 @@ def _fit(
         count(heldout, name="heldout", both_halves=config.requirements.heldout == "split")
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
-    problem = _problem(model, theta, config, total, inherited, seed)
+    problem = _problem(model, theta, config, total, most, inherited, seed)
     run = functools.partial(batches_by_number, model=model, collate=collate, batch_size=batch_size)
     data_access = DataAccess(functools.partial(run, data), len(data))
     if heldout is not None:
@@ -217,8 +217,9 @@ def _refuse_to_choose(config: Any, heldout: Any) -> None:
 
 
 def _problem(
-    model: BayesianModel, theta: Tensor, config: MethodConfig, num_data: float, inherited: Inherited | None, seed: int
-) -> Problem:
+    model: BayesianModel, theta: Tensor, config: MethodConfig, num_data: float, most_terms: int | None,
+    inherited: Inherited | None, seed: int,
+) -> Problem:  # fmt: skip
     if config.prior_mean == "initial":
         raise ValueError(
             'prior_mean="initial" is where training started, which a finished model no longer holds: use "zero"'
@@ -226,6 +227,7 @@ def _problem(
     gaussian = None if inherited is None else inherited.gaussian
     prior = build_prior(config, model.layout, theta[0], model.model, gaussian)
     return Problem(
-        num_data, prior, 1.0, 1, 0, model.layout.named_shapes, root_columns=model.num_root_columns,
-        noise_std=getattr(model.likelihood, "noise_std", None), lacks=lacks_of(model.likelihood), seed=seed,
+        num_data, prior, 1.0, 1, 0, model.layout.named_shapes, most_terms=most_terms,
+        root_columns=model.num_root_columns, noise_std=getattr(model.likelihood, "noise_std", None),
+        lacks=lacks_of(model.likelihood), seed=seed,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -132,6 +132,23 @@ class CurvatureSpec:
                 f"the exact GGN needs {root_columns} backward passes for each of {most_terms} terms of a row, "
                 f"{most_terms * root_columns} > {MAX_VJPS}: set num_samples=1, which draws labels from the model"
             )
+
+    def exact_if_free(
+        self, most_terms: int | None, root_columns: int | None, lacks: frozenset[str] = frozenset()
+    ) -> CurvatureSpec:
+        """Return the exact GGN in place of a sampled one that takes as many backward passes; else this combination.
+
+        A row with one term of one output is such a case: a number, one of two classes, a preference.
+
+        Args:
+            most_terms, root_columns: as for ``check_size``.
+            lacks: as for ``check_likelihood``.
+        """
+        if self.estimator != "ggn" or self.num_samples is None or "fisher" in lacks:
+            return self
+        if most_terms is None or root_columns is None or most_terms * root_columns > self.num_samples:
+            return self
+        return replace(self, num_samples=None)
 
     def check_on_energy(self, dim: int) -> None:
         """Check that an energy of ``dim`` numbers has this curvature. It is the Hessian, for estimator "ggn", too.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,22 @@ def test_what_is_too_large_is_refused_before_the_pass(
     monkeypatch.setattr(Problem, "batches", lambda *args: lambda numbers: pytest.fail("rows were read"))
     with pytest.raises(ValueError, match=message):
         run(made, **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "most_terms", "root_columns", "lacks", "exact"),
+    [
+        (CurvatureSpec(), 1, 1, [], True),
+        (CurvatureSpec(num_samples=6), 3, 2, [], True),
+        (CurvatureSpec(num_samples=5), 3, 2, [], False),
+        (CurvatureSpec(), 1, 1, ["fisher"], False),
+        (CurvatureSpec(), None, 1, [], False),  # a stream, whose terms are not counted
+        (CurvatureSpec(), 1, None, [], False),
+        (CurvatureSpec(estimator="ef_token"), 1, 1, [], False),
+    ],
+)
+def test_a_ggn_is_exact_where_that_takes_no_more_passes(
+    spec: CurvatureSpec, most_terms: int | None, root_columns: int | None, lacks: list[str], exact: bool
+) -> None:
+    found = spec.exact_if_free(most_terms, root_columns, frozenset(lacks))
+    assert found == (replace(spec, num_samples=None) if exact else spec)
