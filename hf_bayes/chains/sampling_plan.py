@@ -96,7 +96,8 @@ def prior_of(prior: PriorOfTheta | None, form: Form[Any], like: Tensor) -> Prior
     """Return the prior of theta, in the dtype of ``like`` [d]; flat if the energy includes it.
 
     Raises:
-        ValueError: for an object that is no prior, or standard deviations that are not positive or belong to no tensor.
+        ValueError: for an object that is no density of theta, or standard deviations that are not positive or belong to
+            no tensor.
     """
     if prior is None:
         return FlatPrior()
@@ -112,7 +113,20 @@ def prior_of(prior: PriorOfTheta | None, form: Form[Any], like: Tensor) -> Prior
         return GaussianPrior(torch.zeros(()), _std_of(prior)).to(like)
     if not all(hasattr(prior, name) for name in ("log_prob", "grad", "to")):
         _std_of(prior)
-    return prior.to(like)
+    fitted = prior.to(like)
+    _check_density(fitted, like)
+    return fitted
+
+
+def _check_density(prior: Prior, like: Tensor) -> None:
+    """Check that a prior is a density of theta, at its row ``like`` [d]."""
+    what = f"prior must be a density of theta, log_prob [M, {len(like)}] -> [M]"
+    try:
+        shape = list(prior.log_prob(like[None]).shape)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{what}, and failed at the start of a chain: {error}") from error
+    if shape != [1]:
+        raise ValueError(f"{what}, got {shape} for one row: sum over the elements of a row")
 
 
 def _std_of(value: Any) -> Tensor:

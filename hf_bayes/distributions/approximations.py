@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.types import Prior
 from hf_bayes.distributions.covariance import COVARIANCES, Covariance, Diagonal, log_normal, moved
 
 GAUSSIANS = {"gaussian": "diagonal", **{f"gaussian_{kind}": kind for kind in COVARIANCES if kind != "diagonal"}}
@@ -201,8 +202,22 @@ class Gaussian:
         return Gaussian.diagonal(self.mean[None], self.std[None])
 
     def _component_log_probs(self, theta: Tensor) -> Tensor:
+        if theta.shape[1] != self.means.shape[1]:  # a Gaussian over one element would be broadcast
+            raise ValueError(
+                f"a Gaussian over {self.means.shape[1]} elements has no density of {theta.shape[1]} elements"
+            )
         components = zip(self.means, self.covariances, strict=True)
         return torch.stack([log_normal(covariance, theta - mean) for mean, covariance in components], 1)
+
+
+def instead_of(prior: Prior) -> str:
+    """Return the end of a message that refuses a prior: what was given, and how to give one Gaussian."""
+    if isinstance(prior, Gaussian):
+        return f"got a mixture of {len(prior.means)}: give one Gaussian, such as its .single()"
+    return (
+        f"got a {type(prior).__name__}: use prior='gaussian' in training, or give sample a standard deviation (such as "
+        "prior=1.0)"
+    )
 
 
 def joined(parts: Sequence[Gaussian]) -> Gaussian:

@@ -28,11 +28,14 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import network_of, read
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import NETWORKS
+from hf_bayes.posteriors.tasks import TASKS, Task
 from hf_bayes.uncertainty.likelihoods import name_of
 from hf_bayes.uncertainty.student_head import StudentHead
 
 HELDOUT_SHARE = 0.1
 MIN_ROWS, MIN_TERMS = 10, 200
+"""The smallest numbers of rows and of terms. A term is a row, or a token of taggers and language models."""
+
 MAX_WIDTH = 256
 
 
@@ -67,6 +70,7 @@ def distil(
     """
     _check(rows, batch_size)
     loaded = read(posterior)
+    _check_size(len(rows), TASKS[loaded.config.task])
     plain = dataclasses.replace(loaded, student=None, config=dataclasses.replace(loaded.config, student={}))
     kind = MODELS[loaded.config.task]
     with (
@@ -83,6 +87,7 @@ def distil(
         if device is not None:
             model.to(torch.device(device))  # type: ignore[arg-type]
         batches = _Batches(collate or default_data_collator, batch_size, model.device, progress)
+        _check_tokens(batches.of(rows, "", quiet=True), TASKS[loaded.config.task])
         description, tensors = _distil(model, plain, rows, other, batches)
     config = dataclasses.replace(loaded.config, student=description)
     return dataclasses.replace(loaded, config=config, student=tensors)
@@ -98,7 +103,7 @@ def _distil(
         networks, names = networks[:1], names[:1]
     reader = _reader(model, rows, batches, networks[0])
     found = collect(reader, batches.of(rows, "teacher"), networks)
-    _check_terms(found[0])
+    _check_disagreement(found[0])
     is_heldout = _heldout(len(rows))[found[0].row]
     untrained = [
         _network_kl(model, reader, network, one.at(is_heldout)) for network, one in zip(networks, found, strict=True)
@@ -170,19 +175,34 @@ def _check(rows: Any, batch_size: Any) -> None:
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise ValueError(f"rows must be a list or a data set with a length, got {type(rows).__name__}")
-    if len(rows) < MIN_ROWS:
-        raise ValueError(
-            f"a student needs at least {MIN_ROWS} rows, got {len(rows)}: labels are not needed, so more "
-            "rows of the same kind cost nothing"
-        )
 
 
-def _check_terms(targets: Targets) -> None:
-    if len(targets.row) < MIN_TERMS:
-        raise ValueError(
-            f"a student needs at least {MIN_TERMS} rows of a classifier or tokens of texts, got {len(targets.row)}: "
-            "labels are not needed, so give more rows of the same kind"
-        )
+def _check_size(num_rows: int, task: Task) -> None:
+    if num_rows < (MIN_ROWS if task.unit == "token" else MIN_TERMS):
+        raise _too_few(f"{num_rows} rows", task)
+
+
+def _check_tokens(batches: Iterable[dict[str, Any]], task: Task) -> None:
+    """Check that rows have enough tokens, if these are the terms, and read no more rows than that takes."""
+    if task.unit != "token":
+        return
+    count = 0
+    for batch in batches:
+        mask = batch.get("attention_mask")
+        count += batch["input_ids"].numel() if mask is None else int(mask.sum())
+        if count >= MIN_TERMS:
+            return
+    raise _too_few(f"{count} tokens", task)
+
+
+def _too_few(found: str, task: Task) -> ValueError:
+    least = f"{MIN_ROWS} rows with {MIN_TERMS} tokens in all" if task.unit == "token" else f"{MIN_TERMS} rows"
+    return ValueError(
+        f"a student needs at least {least}, got {found}: labels are not needed, so give more rows of the same kind"
+    )
+
+
+def _check_disagreement(targets: Targets) -> None:
     if not bool((targets.epistemic > 1e-9).any()):
         raise ValueError(
             "the members agree on all rows (epistemic uncertainty 0), so there is nothing to distil: use the model "

@@ -25,6 +25,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.objectives.answer_products import AnswerPass
 from hf_bayes.objectives.curvature_products import CausalPass, Job, OutputPass, Pass
+from hf_bayes.objectives.likelihood_terms import all_ignored
 
 Batches = Callable[[Sequence[int]], Iterable[dict[str, Any]]]
 """Numbers of rows in the data -> these rows, in this order, in batches."""
@@ -127,7 +128,8 @@ def _outer_products(
             sums = [GradientSum(model.layout, theta) for _ in half_batches]
     log_lik, num_terms = run(jobs, range(data.num_rows))
     if num_terms == 0:
-        raise ValueError("the data hold no likelihood term (all labels are -100 after the causal shift): check labels")
+        reason = all_ignored(shift=model.shifts_labels)
+        raise ValueError(f"the data hold no likelihood term ({reason}): check labels")
     _require_finite("log-likelihood", torch.tensor(log_lik))
     for total, rows in zip(sums, half_batches or [], strict=False):
         run([(TRUE, [total])], rows)

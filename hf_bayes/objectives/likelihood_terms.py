@@ -76,7 +76,7 @@ def count_terms(
         per_row = likelihood.is_term(targets).reshape(len(labels), -1).sum(1)
         most = max(most, int(per_row.max()))
         parts.index_add_(0, (index * batch_size + torch.arange(len(per_row))) % 2, per_row.cpu())
-    _require_terms(parts, name, both_halves=both_halves)
+    _require_terms(parts, name, shift=shift, both_halves=both_halves)
     return TermCount(int(parts.sum()), most)
 
 
@@ -102,6 +102,11 @@ def count_terms_of(
     )
 
 
+def all_ignored(*, shift: bool) -> str:
+    """Return in words why data have no likelihood term."""
+    return f"all labels are -100{' after the causal shift' if shift else ''}"
+
+
 def _labels_of(batch: Any) -> Tensor:
     if batch.get("labels") is None:
         raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
@@ -109,12 +114,10 @@ def _labels_of(batch: Any) -> Tensor:
     return labels
 
 
-def _require_terms(parts: Tensor, name: str, *, both_halves: bool) -> None:
+def _require_terms(parts: Tensor, name: str, *, shift: bool, both_halves: bool) -> None:
     """Check that there are terms; ``parts`` [2] are the numbers of terms in even and in odd rows."""
     if not bool(parts.any()):
-        raise ValueError(
-            f"no row of {name} has a likelihood term (all labels are -100 after the causal shift): check labels"
-        )
+        raise ValueError(f"no row of {name} has a likelihood term ({all_ignored(shift=shift)}): check labels")
     if both_halves and not bool(parts.all()):
         raise ValueError(
             f"the {'even' if parts[0] == 0 else 'odd'} rows of {name} hold no likelihood term, and one half of them "

@@ -199,7 +199,8 @@ class Bernoulli:
         return 0.0
 
     def is_term(self, labels: Tensor) -> Tensor:
-        return torch.ones(labels.shape[:-1], dtype=torch.bool, device=labels.device)
+        # [N] without columns is no shape of these labels; counted here, it is refused in words beside the logits
+        return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
 
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (logits_shape,)
@@ -259,8 +260,7 @@ class Normal:
         return float(self.log_prob(zeros, zeros))
 
     def is_term(self, labels: Tensor) -> Tensor:
-        lead = labels.shape if labels.ndim == 1 else labels.shape[:-1]
-        return torch.ones(lead, dtype=torch.bool, device=labels.device)
+        return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
 
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (logits_shape, logits_shape[:-1]) if logits_shape[-1] == 1 else (logits_shape,)

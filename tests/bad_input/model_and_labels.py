@@ -131,6 +131,16 @@ MODEL_AND_LABELS = [
     ],
     Refused(
         "labels",
+        "one number where there are several labels",
+        training(
+            model=lambda: tiny_bert(problem_type="multi_label_classification"),
+            subspace="last_layer",
+            train=[{**row, "label": at % 2} for at, row in enumerate(runs.label_rows(4))],
+        ),
+        ("do not fit the logits", "a Bernoulli likelihood expects", "problem_type"),
+    ),
+    Refused(
+        "labels",
         "classes as fractions",
         training(model=tiny_bert, subspace="last_layer", train=labelled(1.0, row=0)),
         ("row 0 of train_dataset", "integers", "1.0"),

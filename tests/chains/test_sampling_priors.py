@@ -65,12 +65,29 @@ def test_each_named_tensor_may_have_a_prior_of_its_own() -> None:
     assert float(info["energy"][0, 0]) == pytest.approx(2 * 0.5 * 4 + 0.5 / 4 + log_normaliser)
 
 
+class Elementwise(GaussianPrior):
+    """A density of each element, not of theta."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(()), torch.ones(()))
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        return -theta.square() / 2
+
+    def to(self, like: Tensor) -> Elementwise:
+        return self
+
+
 @pytest.mark.parametrize(
     ("prior", "message"),
     [
         (0.0, "prior must be a density .* or a standard deviation > 0 .*; got 0.0"),
         ("wide", "got 'wide'"),
         ({"a": 1.0}, r"prior must name each tensor of theta once, got \['a'\]: theta is one tensor without names"),
+        (Gaussian.diagonal(*torch.ones(2, 1, 2)), r"log_prob \[M, 3\] .* over 2 elements has no density of 3 elements"),
+        (Gaussian.diagonal(*torch.ones(2, 1, 1)), "over 1 elements has no density of 3 elements"),
+        (GaussianPrior(torch.zeros(2), torch.ones(2)), "failed at the start of a chain: The size of tensor"),
+        (Elementwise(), r"log_prob \[M, 3\] -> \[M\], got \[1, 3\] for one row: sum over"),
     ],
 )
 def test_what_is_no_prior_is_refused(prior: Any, message: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_bayes import BayesianModelForCausalLM, BayesianModelForSequenceClassification, Posterior, distil
+from hf_bayes.fit import distil as module
 from hf_bayes.fit import distil_training
 from tests.fit.distilled import ROWS, TEXTS, base, distilled, ensemble, inputs_of
 from tests.runs import label_rows
@@ -74,8 +76,8 @@ def test_a_second_student_replaces_the_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rows": ROWS[:5]}, "at least 10 rows, got 5"),
-        ({"rows": ROWS[:50]}, "at least 200 rows of a classifier or tokens of texts, got 50"),
+        ({"rows": ROWS[:5]}, "at least 200 rows, got 5 rows"),
+        ({"rows": ROWS[:199]}, "at least 200 rows, got 199 rows"),
         ({"rows": iter(ROWS)}, "a list or a data set with a length"),
         ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
     ],
@@ -83,6 +85,20 @@ def test_a_second_student_replaces_the_first() -> None:
 def test_bad_rows_are_refused(changes: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         distil(ensemble("classes"), **({"rows": ROWS, "base_model": tiny_bert(), "progress": False} | changes))
+
+
+@pytest.mark.parametrize(("num_rows", "found"), [(9, "9 rows"), (24, "192 tokens")])
+def test_few_tokens_are_refused_before_the_pass(num_rows: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "collect", None)
+    words = f"at least 10 rows with 200 tokens in all, got {found}"
+    with pytest.raises(ValueError, match=words):
+        distil(ensemble("tokens"), TEXTS[:num_rows], base_model=base("tokens"), progress=False)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("task", "rows"), [("classes", ROWS[:200]), ("tokens", TEXTS[:25])])
+def test_the_smallest_number_of_rows_is_enough(task: str, rows: list[dict[str, Any]]) -> None:
+    assert distil(ensemble(task), rows, base_model=base(task), batch_size=50, progress=False).student
 
 
 def test_a_single_member_has_nothing_to_teach() -> None:

@@ -6,7 +6,7 @@ import pytest
 from transformers import DataCollatorWithFlattening, default_data_collator
 
 from hf_bayes.objectives.likelihood_terms import count_terms
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Normal
+from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal
 from tests import runs
 
 
@@ -34,6 +34,21 @@ def test_packed_rows_are_refused_where_single_rows_matter():
         count_terms(rows, packed, Categorical(), by_row="chains have their own", **options)
     alone = count_terms(rows, packed, Categorical(), batch_size=1, by_row="chains have their own", **options)
     assert alone == (2 + 7 + 4, 7)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_refusal_names_the_shift_only_where_there_is_one(shift: bool) -> None:
+    rows = [{"input_ids": [5, 6], "labels": [-100, -100]}] * 4
+    words = "all labels are -100 after the causal shift" if shift else "all labels are -100"
+    with pytest.raises(ValueError, match=rf"a likelihood term \({words}\): check labels"):
+        count_terms(rows, default_data_collator, Categorical(), shift=shift, progress=False)
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Normal(1.0)])
+def test_labels_without_columns_are_counted_by_row(likelihood: Likelihood) -> None:
+    # so that the check of shapes against the logits refuses them in words
+    rows = [{"x": [0.0], "labels": 1}] * 5
+    assert count_terms(rows, default_data_collator, likelihood, shift=False, num_outputs=3, progress=False) == (5, 1)
 
 
 def test_terms_of_a_classifier_are_its_examples():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.types import Prior
-from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.distributions.approximations import Gaussian, instead_of
 from hf_bayes.distributions.covariance import Covariance, log_normal, moved
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior, IndependentPrior
 from hf_bayes.methods.laplace.curvature import Curvature
@@ -147,7 +147,7 @@ def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, PriorPrecision]:
         return torch.zeros_like(like), precision_of(prior, like)
     if isinstance(prior, GaussianPrior) or (isinstance(prior, Gaussian) and len(prior.means) == 1):
         return prior.mean.to(like).expand_as(like), precision_of(prior, like)
-    raise ValueError(f"laplace needs one Gaussian as prior, got {type(prior).__name__}: it adds its precision to H")
+    raise ValueError(f"laplace adds the precision of one Gaussian, the prior, to H, {instead_of(prior)}")
 
 
 def temper(curvature: Curvature, precision: PriorPrecision, *, temperature: float, what: str) -> Covariance:

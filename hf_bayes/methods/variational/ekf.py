@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import UNNAMED, Evaluation, Info, Prior, Problem, Rngs, Rule, locate_at_theta
-from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.distributions.approximations import Gaussian, instead_of
 from hf_bayes.distributions.covariance import Full
 from hf_bayes.distributions.energy import GaussianPrior
 
@@ -153,7 +153,4 @@ class EKFConfig(MethodConfig):
             if self.structure == "diagonal":
                 return covariance.precision_diagonal
             return covariance.precision_product(torch.eye(dim, dtype=prior.means.dtype, device=prior.means.device))
-        raise ValueError(
-            f"{self.name}: the filter starts from a Gaussian, got a {type(prior).__name__}: use prior='gaussian', or "
-            "set init_std"
-        )
+        raise ValueError(f"{self.name}: the filter starts from one Gaussian, {instead_of(prior)}, or set init_std")

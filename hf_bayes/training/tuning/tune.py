@@ -59,6 +59,15 @@ class _Plan(NamedTuple):
         """The gradients of all runs over those of a candidate in the first round."""
         return len(self.early) + (min(NUM_FINALISTS, len(self.early)) + len(self.late)) * SHARE
 
+    @property
+    def costliest(self) -> Candidate:
+        """The candidate of the first round whose updates take the most gradients."""
+        return max(self.early, key=lambda candidate: candidate.gradients_per_update)
+
+    def least_budget(self, accumulation: int) -> int:
+        """Return the gradients by which every run of the first round has ``LEAST_UPDATES``."""
+        return self.parts * math.ceil(LEAST_UPDATES * self.costliest.gradients_per_update * accumulation)
+
 
 class Tuning(NamedTuple):
     """The result of ``tune``.
@@ -276,6 +285,23 @@ def _plan(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: in
         per_epoch = math.ceil(num_rows / (args.per_device_train_batch_size * accumulation))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         budget = 10 * chains * steps * accumulation
+    plan, enough = _rounds(rows, accumulation, budget), budget
+    # the candidates of a round depend on the budget, so a plan may need more than the plan that asked for its budget
+    while (needed := _rounds(rows, accumulation, enough).least_budget(accumulation)) > enough:
+        enough = needed
+    if enough > budget:
+        costliest = plan.costliest
+        updates = max(0, plan.per_trial // (costliest.gradients_per_update * accumulation))
+        raise ValueError(
+            f"budget={budget:,} gradients give {updates} updates to each of "
+            f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
+            f"needed: give at least {enough:,} (budget, or --budget of hf-bayes), or in Python fewer candidates"
+        )
+    return plan
+
+
+def _rounds(rows: Sequence[Candidate], accumulation: int, budget: int) -> _Plan:
+    """Return which candidates run in which round within a budget."""
     plan = _Plan(tuple(rows), (), budget)
     # a late candidate takes more of the budget, so that others may become late, too
     while plan.per_trial != budget // plan.parts:
@@ -285,15 +311,6 @@ def _plan(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: in
             early = tuple(c for c, enough in zip(plan.early, pays, strict=True) if enough)
             late = tuple(c for c, enough in zip(plan.early, pays, strict=True) if not enough)
             plan = plan._replace(early=early, late=(*plan.late, *late))
-    costliest = max(plan.early, key=lambda candidate: candidate.gradients_per_update)
-    each = costliest.gradients_per_update * accumulation
-    if plan.per_trial < LEAST_UPDATES * each:
-        raise ValueError(
-            f"budget={budget:,} gradients give {max(0, plan.per_trial // each)} updates to each of "
-            f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
-            f"needed: give at least {math.ceil(plan.parts * LEAST_UPDATES * each):,} (budget, or --budget of "
-            "hf-bayes), or in Python fewer candidates"
-        )
     return plan
 
 

@@ -88,8 +88,7 @@ class Adapted:
     def is_term(self, labels: Tensor) -> Tensor:
         if self.num_classes is not None:
             return labels != IGNORE
-        lead = labels.shape if labels.ndim == 1 else labels.shape[:-1]
-        return torch.ones(lead, dtype=torch.bool, device=labels.device)
+        return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
         if self.num_classes is None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, LowRank, dense
-from hf_bayes.methods.laplace.prior_precision import GaussianPrecision, temper
+from hf_bayes.methods.laplace.prior_precision import GaussianPrecision, prior_moments, temper
 from tests.distributions.covariance.structures import make
 from tests.methods.laplace.curvatures import DIM, KINDS
 from tests.methods.laplace.test_curvature import kinds
@@ -45,3 +46,12 @@ def test_tempering_the_likelihood_keeps_an_inherited_precision() -> None:
     ):
         found = torch.linalg.inv(dense(temper(curvature, GaussianPrecision(before), temperature=0.3, what=what), old))
         assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_a_mixture_as_prior_is_refused_with_a_way_out() -> None:
+    like, mixture = torch.zeros(DIM), Gaussian.diagonal(torch.zeros(3, DIM), torch.ones(3, DIM))
+    with pytest.raises(ValueError, match=r"got a mixture of 3: give one Gaussian, such as its \.single\(\)"):
+        prior_moments(mixture, like)
+    mean, precision = prior_moments(mixture.single(), like)
+    assert torch.equal(mean, like)
+    assert torch.equal(precision.diagonal, torch.ones(DIM))

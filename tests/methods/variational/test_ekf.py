@@ -17,6 +17,7 @@ from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Regression
 from tests.runs import trainer
 
 TARGET = Regression.with_prior(2.0)
+MIXTURE = Gaussian.diagonal(torch.zeros(2, DIM), torch.ones(2, DIM))
 structures = pytest.mark.parametrize("structure", ["diagonal", "full"])
 
 
@@ -112,8 +113,13 @@ def test_a_second_pass_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (EKFConfig(), {"prior": FlatPrior()}, "starts from a Gaussian, got a FlatPrior: use prior='gaussian'"),
-        (EKFConfig(), {"prior": LaplacePrior(*torch.ones(2))}, "starts from a Gaussian, got a LaplacePrior"),
+        (EKFConfig(), {"prior": FlatPrior()}, r"got a FlatPrior: use .* or give sample .*prior=1\.0"),
+        (
+            EKFConfig(),
+            {"prior": LaplacePrior(*torch.ones(2))},
+            "starts from one Gaussian, got a LaplacePrior: use prior='gau",
+        ),
+        (EKFConfig(), {"prior": MIXTURE}, r"got a mixture of 2: give one Gaussian, such as its \.single\(\)"),
         (EKFConfig(), {"shapes": {"a": (DIM,)}, "update_fraction": None}, "must be known, got an iterable data set"),
         (EKFConfig(structure="full"), {"shapes": {"": (MOST_PARAMETERS + 1,)}}, "needs at most 4096 random parameters"),
     ],

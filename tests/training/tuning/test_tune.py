@@ -105,6 +105,19 @@ def test_a_late_candidate_can_make_another_one_late() -> None:
     assert planned(441) == (["a"], [], 440)  # too short for all: the run says so
 
 
+@pytest.mark.parametrize("budget", [5, 200, 6000])
+def test_the_budget_of_a_refusal_is_enough(budget: int) -> None:
+    args = runs.arguments(Path("unused"))
+    costs = [("plain", MAPConfig(), 1), *((str(k), MeanFieldConfig(num_chains=4, num_draws=k), 1) for k in (1, 2))]
+    others = [(f"map {k}", MAPConfig(), 1) for k in range(9)]
+    rows = [
+        Candidate(name, method, least_updates=n) for name, method, n in (*costs, *others, ("late", MAPConfig(), 400))
+    ]
+    with pytest.raises(ValueError, match=r"give at least 10,240 \("):
+        module._plan(rows, args, budget, 80)
+    assert module._plan(rows, args, 10240, 80).per_trial == 320
+
+
 def test_the_shorter_run_is_kept_if_the_longer_one_is_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = module._Trials._train
 
