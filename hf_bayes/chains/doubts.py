@@ -16,7 +16,13 @@ MAX_LOOKED_AT = 32
 
 
 def warn_of_doubts(
-    method: MethodConfig, info: dict[str, Tensor], draws: Tensor, *, burn_in: int, first_error: Exception | None
+    method: MethodConfig,
+    info: dict[str, Tensor],
+    draws: Tensor,
+    *,
+    burn_in: int,
+    first_error: Exception | None,
+    own_step_size: bool = False,
 ) -> None:
     """Warn of chains that accepted nothing, raised exceptions, or disagree where they should not.
 
@@ -26,10 +32,11 @@ def warn_of_doubts(
         draws: [M, S, d].
         burn_in: updates before the first draw.
         first_error: the first exception that was taken for a point outside the support.
+        own_step_size: the chains found their step size, so the user has no reason to doubt it.
     """
     _warn_of_refusals(method.name, info, burn_in)
     _warn_of_exceptions(method.name, info, first_error)
-    if method.requirements.all_data_in_every_update:
+    if method.requirements.all_data_in_every_update or own_step_size:
         _warn_of_disagreement(method.name, draws)
 
 
@@ -63,7 +70,7 @@ def _warn_of_exceptions(name: str, info: dict[str, Tensor], first_error: Excepti
 
 
 def _warn_of_disagreement(name: str, draws: Tensor) -> None:
-    """Warn if the R-hat of coordinates shows that the chains [M, S, d] of an exact kernel have not converged."""
+    """Warn if the R-hat of coordinates shows that the chains [M, S, d] have not converged."""
     num_chains, num_draws, dim = draws.shape
     if num_chains < 2 or num_draws < 4:
         return

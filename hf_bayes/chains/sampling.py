@@ -127,7 +127,10 @@ def sample(
     steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
     infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps)
     draws, info = torch.stack(run.draws, 1), stack_info(infos, len(start))
-    warn_of_doubts(method, info, draws, burn_in=problem.burn_in, first_error=objective.first_error)
+    warn_of_doubts(
+        method, info, draws, burn_in=problem.burn_in, first_error=objective.first_error,
+        own_step_size=problem.own_step_size,
+    )  # fmt: skip
     found = _finish(run, objective, draws)
     return SampleResult(
         form.unflatten(draws), found.approximation, info, run.state, stack_aux(aux), found.report, form, method

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.mcmc.gps import GPSConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests.chains.bowl import bowl, run
 
 
@@ -48,3 +50,23 @@ def test_exact_chains_that_disagree_are_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draws_from([1.0, 1.0, 1.0, 1.0])
+
+
+def _banana(theta: Tensor, batch: None) -> Tensor:
+    """A bent law, in whose long ends a chain is slow: the curvature where it began is no scale for them."""
+    x, y = theta.unbind(1)
+    return x.square() / 2 + 2 * (y - x.square()).square()
+
+
+@pytest.mark.statistics
+def test_chains_that_chose_a_poor_step_size_are_warned_of() -> None:
+    def draws_of(energy: Any) -> None:
+        sample(
+            energy, 0.1 * torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), SGHMCConfig(), num_steps=3000
+        )
+
+    with pytest.warns(UserWarning, match=r"sghmc: R-hat \d.* over 8 chains .* have not converged"):
+        draws_of(_banana)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draws_of(bowl)

@@ -44,7 +44,8 @@ class BLoBConfig(MeanFieldConfig):
 
     Attributes:
         points: regular expression on names of random parameters that are learnt as points. None means the factors B of
-            LoRA. r"lora_B|classifier" also makes a classifier a point, and "lora_A" exchanges the factors.
+            LoRA; in an energy over one tensor without names it means nothing, and BLoB is ``mean_field``.
+            r"lora_B|classifier" also makes a classifier a point, and "lora_A" exchanges the factors.
     """
 
     name: ClassVar[str] = "blob"
