@@ -16,8 +16,8 @@ Values = Callable[[Tensor], Tensor]
 """theta [M, d] -> U [M] on one batch, NaN where the energy raises."""
 
 
-def check_repeats(values: Values, theta: Tensor) -> None:
-    """Raise if a second call at theta [M, d] gives another energy, as an energy does that draws random numbers.
+def check_repeats(values: Values, theta: Tensor) -> Tensor:
+    """Return U [M] at theta [M, d]; raise if a second call gives another energy, as one does that is random.
 
     A change of at most ``MAX_CHANGE`` and the rounding of a sum of 10,000 terms in another order is allowed.
 
@@ -34,31 +34,31 @@ def check_repeats(values: Values, theta: Tensor) -> None:
             f"{float(change[worst]):.3g} nats for chain {worst}: it draws random numbers, or keeps a state. Give the "
             "minibatches as batches= and use the energy's second argument; for a module with dropout call eval()"
         )
+    return first
 
 
-def check_independent(values: Values, theta: Tensor, *, number: int) -> None:
-    """Raise if the energy of a chain changes with other chains' theta [M, d].
+def check_energy(values: Values, theta: Tensor, *, number: int) -> None:
+    """Raise if the energy does not repeat itself, or if that of a chain changes with other chains' theta [M, d].
 
     A random half of the chains moves to the positions of their neighbours, and then the other half. Both times, the
     energies of the chains that do not move must stay the same, up to the limit of ``check_repeats``. Chains at one
-    point pass.
+    point pass this part.
 
     Args:
         number: of this check in its run; it seeds the choice of the half.
     Raises:
-        ValueError: naming the chain whose energy changes most; as ``check_repeats``, if the energy is random.
+        ValueError: naming the chain whose energy changes most.
     """
-    moved = theta.roll(1, 0)
+    before, moved = check_repeats(values, theta), theta.roll(1, 0)
     if torch.equal(moved, theta):
         return
-    before = values(theta)
     order = torch.randperm(len(theta), generator=generator("coupling", number)).to(theta.device)
     half = order < len(theta) // 2
     for still in (half, ~half):
         change = (values(torch.where(still[:, None], theta, moved)) - before).abs()
         coupled = still & (change > _limit(before))
         if bool(coupled.any()):
-            check_repeats(values, theta)
+            check_repeats(values, theta)  # a random energy may have given two equal values by chance
             worst = int(torch.where(coupled, change, 0).argmax())
             raise ValueError(
                 f"energy must treat chains independently, got one that changes by {float(change[worst]):.3g} nats "

@@ -47,6 +47,17 @@ def dropout(theta: Tensor, batch: object) -> Tensor:
     return bowl(torch.nn.functional.dropout(theta, 0.5), batch)
 
 
+def random_factor(theta: Tensor, batch: object) -> Tensor:
+    """Nothing is random where chains may start, at 0."""
+    return theta.square().sum(1) * torch.rand(1)
+
+
+@pytest.mark.parametrize("num_chains", [1, 3])
+def test_a_random_factor_is_refused_though_chains_start_at_zero(num_chains: int) -> None:
+    with pytest.raises(ValueError, match="same value in every call"):
+        run(random_factor, theta=torch.zeros(num_chains, 2), num_steps=50)
+
+
 def sometimes_nan(theta: Tensor, batch: object) -> Tensor:
     return bowl(theta, batch) + torch.where(torch.rand(len(theta)) < 0.5, torch.nan, 0.0)
 
