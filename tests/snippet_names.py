@@ -129,7 +129,8 @@ def a_classifier_to_distil() -> Namespace:
     run = trainer("my-posterior", EnsembleConfig(num_chains=3, prior_std=1.0), model=model, train=label_rows())
     run.train()
     run.save_model()
-    return {"rows": label_rows(220), "queries_of_another_kind": label_rows(20, seed=1), "inputs": batch()}
+    rows, others, collate = label_rows(220), label_rows(20, seed=1), DataCollatorWithPadding(tiny_tokenizer())
+    return {"rows": rows, "queries_of_another_kind": others, "collate": collate, "inputs": batch()}
 
 
 def a_saved_classifier() -> Namespace:
@@ -139,7 +140,8 @@ def a_saved_classifier() -> Namespace:
     run = trainer("my-classifier", method, model=model, train=label_rows(), processing_class=tiny_tokenizer())
     run.train()
     run.save_model()
-    return {"heldout": label_rows(40, seed=1), "model": run.model, "pool": label_rows(20, seed=2)}
+    collate = DataCollatorWithPadding(tiny_tokenizer())
+    return {"heldout": label_rows(40, seed=1), "pool": label_rows(20, seed=2), "collate": collate, "model": run.model}
 
 
 def class_predictions() -> Namespace:

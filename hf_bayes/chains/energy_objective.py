@@ -1,7 +1,7 @@
 """The energy that a user gives to ``sample``, as the objective of a run: -U and its gradient, with checks.
 
-Three mistakes would end in draws of another law, and are refused: an energy of the wrong shape, an energy that writes
-into theta, and an energy in which one chain's value depends on another chain's theta.
+Mistakes that would end in draws of another law are refused: an energy of the wrong shape, an energy that writes into
+theta, and those of ``energy_checks``.
 
 Outside the support the energy may return NaN or infinity, or raise an exception. These exceptions mean such a point
 (``OUTSIDE_SUPPORT``): a failed factorisation (``torch.linalg.LinAlgError``, ``numpy.linalg.LinAlgError``), an
@@ -26,13 +26,9 @@ from hf_bayes.chains.theta_form import Aux, Energy, Form
 from hf_bayes.core.anchors import at_each_point
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.core.requirements import Requirements
-from hf_bayes.core.rng import generator
 from hf_bayes.core.tensors import shape_in_words
 from hf_bayes.core.types import AllRows, Evaluation, Info
 from hf_bayes.methods.laplace.supported import CurvatureSpec
-
-MAX_COUPLING = 0.01
-"""The change of a chain's energy, in nats, allowed when other chains move: acceptance changes by 1 % at most."""
 
 _SINGLE = ""
 """The name of a single tensor that an energy returns beside its value."""
@@ -73,7 +69,6 @@ class EnergyObjective:
         self.first_error: Exception | None = None
         self._aux_names: set[str] | None = None  # None before the first call
         self._start_is_checked = False
-        self._num_checks = 0
 
     def for_update(self, batches: list[Any], *, step: int, inside: Tensor | None = None) -> EnergyOfUpdate:
         """Return the energy on the batches of one update, see ``Objective``.
@@ -197,39 +192,8 @@ class EnergyObjective:
             return is_outside_support(error)
         return False
 
-    def check_independent(self, theta: Tensor, batches: list[Any]) -> None:
-        """Raise if the energy of a chain changes with other chains' theta [M, d].
-
-        A random half of the chains moves to the positions of their neighbours, and then the other half. Both times, the
-        energies of the chains that do not move must stay the same, up to ``MAX_COUPLING`` and the rounding of a sum of
-        10,000 terms in another order. Chains at one point, and energies that give two values at one theta, pass.
-        """
-        moved = theta.roll(1, 0)
-        if torch.equal(moved, theta):
-            return
-        before = self._values(theta, batches)
-        limit = MAX_COUPLING + 100 * torch.finfo(theta.dtype).eps * before.abs()
-        self._num_checks += 1
-        order = torch.randperm(len(theta), generator=generator("coupling", self._num_checks)).to(theta.device)
-        half = order < len(theta) // 2
-        for still in (half, ~half):
-            change = (self._values(torch.where(still[:, None], theta, moved), batches) - before).abs()
-            coupled = still & (change > limit)
-            if bool(coupled.any()) and self._repeats(theta, batches, before, limit):
-                worst = int(torch.where(coupled, change, 0).argmax())
-                raise ValueError(
-                    f"energy must treat chains independently, got one that changes by {float(change[worst]):.3g} nats "
-                    f"for chain {worst} when only other chains move: row m of what it returns may depend on row m of "
-                    "theta alone. Sum over everything but the first axis"
-                )
-
-    def _repeats(self, theta: Tensor, batches: list[Any], before: Tensor, limit: Tensor) -> bool:
-        """Return whether a second evaluation gives every chain the same energy as ``before``, or NaN both times."""
-        again = self._values(theta, batches)
-        return bool((((again - before).abs() <= limit) | (again.isnan() & before.isnan())).all())
-
-    def _values(self, theta: Tensor, batches: list[Any]) -> Tensor:
-        """Return U [M] at ``theta``, NaN everywhere if the energy raises there."""
+    def values(self, theta: Tensor, batches: list[Any]) -> Tensor:
+        """Return U [M] at ``theta`` [M, d], NaN everywhere if the energy raises there."""
         try:
             return -self.evaluate(theta, batches, gradient=False).log_lik
         except Exception as error:

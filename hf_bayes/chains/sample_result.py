@@ -14,7 +14,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Approximation, Info
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SampleResult(Generic[Theta]):
     """The result of ``sample``.
 
@@ -43,9 +43,37 @@ class SampleResult(Generic[Theta]):
     form: Form[Theta] = field(default_factory=lambda: Form(None))
     method: MethodConfig | None = None
 
+    def __repr__(self) -> str:
+        """Return a few lines: method, chains and draws, shapes, and the means of the diagnostics."""
+        first = next(iter(self.draws.values())) if isinstance(self.draws, dict) else self.draws
+        means = ", ".join(f"{name} {_mean(values)}" for name, values in self.info.items())
+        of = "" if self.method is None else f" of {self.method.name}"
+        lines = [
+            f"SampleResult{of}: {first.shape[0]} chains of {first.shape[1]} draws",
+            f"draws: {_shapes(self.draws)}",
+            f"approximation: {type(self.approximation).__name__}",
+            f"info, means over updates: {means or 'none'}",
+        ]
+        lines += [] if self.aux is None else [f"aux: {_shapes(self.aux)}"]
+        lines += [f"report: {', '.join(self.report)}"] if self.report else []
+        return "\n  ".join(lines)
+
     def members(self, num_members: int, generator: torch.Generator | None = None) -> Theta:
         """Return draws of the approximation, [num_members, d] or {name: [num_members, *shape]}."""
         return self.form.unflatten(self.approximation.sample(num_members, generator))
+
+
+def _shapes(tensors: Any) -> str:
+    """Return the shape of a tensor or of each of at most 4 named tensors."""
+    if isinstance(tensors, Tensor):
+        return str(list(tensors.shape))
+    named = [f"{name} {list(tensor.shape)}" for name, tensor in list(tensors.items())[:4]]
+    return ", ".join(named) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
+
+
+def _mean(values: Tensor) -> str:
+    """Return the mean of a diagnostic over the updates and chains that report it."""
+    return f"{values.double().nanmean().item():.3g}"
 
 
 def stack_info(infos: list[Info], num_chains: int) -> dict[str, Tensor]:

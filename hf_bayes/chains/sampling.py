@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from hf_bayes.chains import sampling_plan as plan
 from hf_bayes.chains.doubts import warn_of_doubts
+from hf_bayes.chains.energy_checks import check_energy
 from hf_bayes.chains.energy_objective import EnergyObjective
 from hf_bayes.chains.energy_settings import settle, try_rates
 from hf_bayes.chains.initial_state import with_initial_state
@@ -86,7 +87,8 @@ def sample(
         [num_steps, M]), the last ``state``, ``aux`` and ``report``, see ``SampleResult``.
     Raises:
         ValueError: for arguments that cannot be run, before the first update; for an energy that is not differentiable,
-            writes into theta, or depends on other rows of theta; for a Laplace approximation where there is none.
+            is random, writes into theta, or depends on other rows of theta; for a Laplace approximation where there is
+            none.
         FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. A Kernel instead rejects
             moves out of the support, where the energy is not finite or raises (``info["energy_raised"]`` counts these);
             a chain must start inside it.
@@ -147,7 +149,7 @@ def _updates(batches: Batches | None, batches_per_step: int) -> Iterator[list[An
 def _follow(
     run: Run[Any], objective: EnergyObjective, updates: Iterator[list[Any]], rates: Iterable[float]
 ) -> tuple[list[Info], list[Aux]]:
-    """Advance the chains update by update and check that they are independent.
+    """Advance the chains update by update, and check that the energy repeats and that the chains are independent.
 
     Returns:
         The diagnostics of each update, and what the energy returned beside its value at each draw, if anything.
@@ -157,11 +159,12 @@ def _follow(
     found: list[Aux] = []
     for learning_rate, batches in zip(rates, updates, strict=False):
         infos.append(run.update(batches, learning_rate).info)
+        values = functools.partial(objective.values, batches=batches)
         if run.num_updates == 1:
-            objective.check_independent(start, batches)
-        # chains that started at one point have parted by now
+            check_energy(values, start, number=0)
+        # chains that started at one point have parted by now, and a random factor shows where the energy is not 0
         if run.num_updates in (draw_steps[0], draw_steps[-1]):
-            objective.check_independent(run.theta, batches)
+            check_energy(values, run.theta, number=run.num_updates)
         if run.num_updates in draw_steps and objective.returns_aux:
             found.append(objective.aux(run.theta, batches))
     return infos, found

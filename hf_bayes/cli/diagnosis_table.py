@@ -36,9 +36,10 @@ ROWS = (
 def table(config: Mapping[str, Any]) -> Table:
     """Return a table of the diagnostics of every chain, with the verdict under it."""
     found, metrics = config["diagnostics"], config["metrics"]
-    chains = found.get("num_chains") or 0
+    chains = found.get("num_chains") or 0  # whose diagnostics are known
+    stored = chains or len(set(config["member_chains"])) or "?"
     colour = {True: "green", False: "red"}.get(found.get("converged"), "yellow")
-    title = Text(f"{method_name(config)}, {chains or '?'} chains")  # as Text: square brackets are not markup
+    title = Text(f"{method_name(config)}, {stored} chains")  # as Text: square brackets are not markup
     result = Table(title=title, caption=Text(verdict(config), style=colour))
     result.add_column("diagnostic")
     result.add_column("expected", justify="right")

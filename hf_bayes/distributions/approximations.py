@@ -167,7 +167,13 @@ class Gaussian:
         return result
 
     def sample(self, num_members: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return draws [num_members, d]; member i is drawn from component i mod K."""
+        """Return draws [num_members, d]; member i is drawn from component i mod K.
+
+        Raises:
+            ValueError: for fewer than 1.
+        """
+        if num_members < 1:
+            raise ValueError(f"asked for {num_members} members: ask for at least 1")
         count = len(self.means)
         device = self.means.device if generator is None else generator.device
         shape = (num_members, self.means.shape[1])

@@ -15,6 +15,7 @@ from hf_bayes.core.tensors import with_tensors
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.calibrating import calibration_of
 from hf_bayes.models.loading import read
+from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.posteriors.posterior import Posterior
 
 
@@ -57,6 +58,6 @@ def fit_calibration(
 
 def batches_of(rows: Any, collate: Callable[..., Any] | None, batch_size: int, device: Any) -> Iterable[dict[str, Any]]:
     """Yield batches of rows on a device; without ``collate`` by transformers' default collator."""
-    loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size, collate_fn=collate or default_data_collator)
-    for batch in loader:
+    collate = in_words(collate or default_data_collator, "the data")
+    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collate):
         yield with_tensors(batch, lambda tensor: tensor.to(device))

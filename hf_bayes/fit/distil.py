@@ -26,6 +26,7 @@ from hf_bayes.fit.distil_training import kl, train
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import network_of, read
+from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import NETWORKS
 from hf_bayes.posteriors.tasks import TASKS, Task
@@ -159,7 +160,8 @@ class _Batches:
 
     def of(self, rows: Any, what: str, quiet: bool = False) -> Iterable[dict[str, Any]]:
         """Yield the batches of rows, with a progress bar."""
-        loader: DataLoader[Any] = DataLoader(rows, batch_size=self.batch_size, collate_fn=self.collate)
+        collate = in_words(self.collate, "the data")
+        loader: DataLoader[Any] = DataLoader(rows, batch_size=self.batch_size, collate_fn=collate)
         for batch in tqdm(loader, desc=what, disable=quiet or not self.progress, leave=False):
             yield with_tensors(batch, lambda tensor: tensor.to(self.device))
 

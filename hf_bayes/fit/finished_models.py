@@ -15,7 +15,7 @@ from hf_bayes.core.tensors import with_tensors
 from hf_bayes.models.attaching import MODELS, attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.refusals import refuse_other_likelihood
-from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.objectives.data_rows import in_words, is_stream
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
@@ -108,6 +108,6 @@ def batches_by_number(
     data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable[..., Any], batch_size: int
 ) -> Iterator[dict[str, Any]]:
     """Yield these rows, in this order, in batches on the device of the model."""
-    loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
-    for batch in loader:
+    collate = in_words(collate, "the data")
+    for batch in DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate):
         yield with_tensors(batch, lambda tensor: tensor.to(model.device))

@@ -89,7 +89,7 @@ class BayesianClassifier(BayesianModel):
             if noise_std is None or not noise_std > 0:
                 raise ValueError(
                     "a regression head needs noise_std > 0, the standard deviation of its labels' noise, got "
-                    f"{noise_std}: give noise_std, or set BayesianTrainingArguments(noise_std=...)"
+                    f"{noise_std}: give noise_std; for a trainer, args=BayesianTrainingArguments(noise_std=...)"
                 )
             return Normal(noise_std)
         refuse_noise_std(noise_std, f"a {problem or 'classification'} head")

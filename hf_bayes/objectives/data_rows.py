@@ -30,7 +30,7 @@ def require_dataset(dataset: Any, name: str, why: str = "N is needed to scale th
 
 
 def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``collate`` with another error where it fails: one that shows the first row which is not a mapping.
+    """Return ``collate`` with another error where it fails: for a row that is no mapping, or rows of unequal length.
 
     Args:
         collate: rows -> a batch. A collator may read rows that are not mappings; then it does not fail.
@@ -43,6 +43,7 @@ def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
         except Exception as error:
             odd = [row for row in rows if not isinstance(row, Mapping) and not hasattr(row, "__dict__")]
             if not odd:
+                _refuse_unequal(rows, name, error)
                 raise
             raise ValueError(
                 f"{name} has a row that the data collator cannot read: {odd[0]!r:.100} ({type(odd[0]).__name__}). "
@@ -51,6 +52,29 @@ def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
             ) from error
 
     return collated
+
+
+def _refuse_unequal(rows: Any, name: str, error: Exception) -> None:
+    """Raise if the collator failed with ``error`` on mappings whose sequences have unequal shapes: it did not pad."""
+    if not isinstance(error, (ValueError, RuntimeError)) or not all(isinstance(row, Mapping) for row in rows):
+        return  # torch and numpy raise these for tensors of unequal shapes
+    for column in rows[0]:
+        shapes = sorted({shape for row in rows if (shape := _shape(row.get(column))) is not None})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{name} has rows of unequal length (shapes {list(shapes[0])} and {list(shapes[-1])} in {column!r}), "
+                f"of which the data collator made no batch ({error!s:.200}): give a collator that pads, such as "
+                "transformers.DataCollatorWithPadding(tokenizer), as collate= of a function or data_collator= of a "
+                "trainer"
+            ) from error
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of a tensor, an array, or a list; None for other values."""
+    if isinstance(value, (list, tuple)):
+        return (len(value),)
+    shape = getattr(value, "shape", None)
+    return None if shape is None else tuple(shape)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.number_checks import is_integer, is_number
 from hf_bayes.core.rng import MAX_SEED
@@ -242,6 +244,9 @@ class PosteriorConfig:
         texts = {**fingerprint, **{key: value for key, value in self.base_model.items() if key != "fingerprint"}}
         for key, value in texts.items():
             _require(value is None or is_line(value), f"base_model: {key}", value, f"{_LINE}, or null")
+        dtype = self.base_model["dtype"]
+        fine = dtype is None or isinstance(getattr(torch, dtype, None), torch.dtype)
+        _require(fine, "base_model: dtype", dtype, "the name of a dtype of torch, such as bfloat16, or null")
 
 
 def _require(fine: Any, name: str, value: Any, expected: str) -> None:

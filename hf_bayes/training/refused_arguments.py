@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peft import PeftModel
-from transformers import PreTrainedModel, SchedulerType
+from transformers import PreTrainedModel, SchedulerType, TrainingArguments
 
 from hf_bayes.core.config import MethodConfig, check_config
 from hf_bayes.methods.registry import METHODS
@@ -31,6 +31,9 @@ _REFUSED_OBJECTS = {
     "optimizers": _OWN_OPTIMIZER,
     "optimizer_cls_and_kwargs": _OWN_OPTIMIZER,
     "compute_loss_func": f"the chains use the log-likelihood of the labels. Leave it out. {OTHER_LOSS}",
+} | {
+    name: f"it is a training argument. Set args=BayesianTrainingArguments({name}=...)"
+    for name in sorted(BayesianTrainingArguments.__dataclass_fields__.keys() - TrainingArguments.__dataclass_fields__)
 }
 """Further arguments of a trainer -> why they are refused, and what to do."""
 

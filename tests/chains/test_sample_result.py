@@ -65,3 +65,24 @@ def test_results_that_change_their_names_are_refused() -> None:
 
     with pytest.raises(ValueError, match="same results beside its value in every call, got 'norm' after none"):
         run(changing)
+
+
+@pytest.mark.parametrize("theta", [torch.ones(2, 500), {f"layer{i}": torch.ones(2, 7) for i in range(30)}])
+def test_a_result_prints_a_few_lines(theta: Any) -> None:
+    def energy(theta: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        flat = theta if isinstance(theta, Tensor) else torch.cat(list(theta.values()), 1)
+        return bowl(flat, batch), flat.norm(dim=1)
+
+    shown = repr(run(energy, theta=theta, method=SGHMCConfig(), burn_in=4))
+    assert len(shown.splitlines()) == 5
+    assert max(map(len, shown.splitlines())) < 160
+    assert shown.startswith("SampleResult of sghmc: 2 chains of 6 draws\n  draws: ")
+    assert ("draws: [2, 6, 500]" if isinstance(theta, Tensor) else "layer0 [2, 6, 7], layer1") in shown
+    assert "kinetic_temperature " in shown
+    assert "aux: [2, 6]" in shown
+
+
+def test_no_members_are_refused() -> None:
+    for method in (MeanFieldConfig(), SGHMCConfig()):
+        with pytest.raises(ValueError, match="asked for 0 members"):
+            run(method=method).members(0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_bayes import BayesianModelForCausalLM, BayesianModelForSequenceClassification, Posterior, fit_calibration
+from hf_bayes.fit.calibration import batches_of
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from tests import runs
@@ -105,3 +106,9 @@ def test_bad_batch_sizes_and_few_rows_are_refused(over_confident: Posterior) -> 
         fit_calibration(over_confident, ROWS, batch_size=0)
     with pytest.raises(ValueError, match="at least 50 labels, got 20"):
         fit_calibration(over_confident, ROWS[:20], base_model=tiny_bert())
+
+
+def test_rows_that_need_padding_are_named() -> None:
+    rows = [{"input_ids": [3] * length} for length in (8, 7)]
+    with pytest.raises(ValueError, match=r"unequal length .* give a collator that pads"):
+        next(iter(batches_of(rows, None, 2, "cpu")))

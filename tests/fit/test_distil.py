@@ -129,3 +129,9 @@ def test_a_student_of_a_language_model_scores_text(tmp_path: Path) -> None:
     # the mixture of random weights has nearly the same entropy everywhere, 5.4 nats; the network alone has 0.4 more
     assert float((found.total - expected.total).mean().abs()) < 0.3
     assert torch.equal(found.total, found.aleatoric + found.epistemic)
+
+
+def test_rows_that_need_padding_are_named() -> None:
+    rows = [{**row, "input_ids": row["input_ids"][: 3 + index % 2]} for index, row in enumerate(ROWS)]
+    with pytest.raises(ValueError, match=r"unequal length .* give a collator that pads"):
+        distil(ensemble("classes"), rows, base_model=tiny_bert(), batch_size=50, progress=False)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import default_data_collator
 
 from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, require_rows
 from hf_bayes.models.attaching import attach
@@ -64,3 +65,11 @@ def test_rows_without_numbers_are_refused_in_words() -> None:
 def test_wrong_sizes_are_refused(given: tuple[int, float | None, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_sizes(*given)
+
+
+def test_rows_that_need_padding_are_named() -> None:
+    rows = [{"input_ids": [3] * length, "labels": 0} for length in (8, 7)]
+    with attach(tiny_bert(), subspace="last_layer") as model:
+        batches = batches_by_number(rows, [0, 1], model=model, collate=default_data_collator, batch_size=2)
+        with pytest.raises(ValueError, match=r"unequal length .* give a collator that pads"):
+            next(iter(batches))

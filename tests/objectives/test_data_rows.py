@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
+from transformers import default_data_collator
 
 from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
 
@@ -41,6 +43,24 @@ def test_a_row_that_no_collator_reads_is_named() -> None:
         collate([{"x": 1}, None])
     with pytest.raises(KeyError, match="x"):  # an error of the collator on rows that are mappings stays its own
         collate([{"y": 1}])
+
+
+@pytest.mark.parametrize("of", [list, torch.tensor], ids=["lists", "tensors"])
+def test_rows_of_unequal_length_are_told_to_be_padded(of: Any) -> None:
+    collate = in_words(default_data_collator, "data")
+    rows = [{"input_ids": of([3] * length), "labels": 0} for length in (8, 7, 8)]
+    assert collate(rows[::2])["input_ids"].shape == (2, 8)
+    words = r"data has rows of unequal length \(shapes \[7\] and \[8\] in 'input_ids'\), .*DataCollatorWithPadding.*"
+    with pytest.raises(ValueError, match=words + "collate= .* data_collator="):
+        collate(rows)
+
+
+def test_errors_of_a_collator_on_equal_rows_stay_its_own() -> None:
+    def failing(rows: Any) -> Any:
+        raise ValueError("of its own")
+
+    with pytest.raises(ValueError, match=r"^of its own$"):
+        in_words(failing, "data")([{"x": [1]}, {"x": [2], "y": torch.tensor(1.0), "text": "words"}])
 
 
 def test_a_stream_has_no_length_or_an_order_of_its_own() -> None:

@@ -35,6 +35,8 @@ CALIBRATED = {
         ({"seed": -1}, "seed must be"),
         ({"seed": 2**64}, "seed must be an integer from 0 to 18446744073709551615"),
         ({"base_model": {"name_or_path": "x"}}, "base_model must be the keys"),
+        ({"base_model": {**config().base_model, "dtype": "float99"}}, r"base_model: dtype must be .*, got \"float99\""),
+        ({"base_model": {**config().base_model, "dtype": "nn"}}, r"base_model: dtype must be .*, got \"nn\""),
         ({"diagnostics": {"converged": "yes"}}, "converged must be true, false or null"),
         ({"member_chains": [0]}, "member_chains must be"),
         ({"prior": {"x": object()}}, r"prior\.x holds a object"),

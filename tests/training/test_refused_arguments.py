@@ -60,6 +60,14 @@ def test_a_refused_object_says_what_to_do(tmp_path: Path, model: PreTrainedModel
     assert ("optimizer." in str(caught.value)) == ("optimizer" in name)
 
 
+@pytest.mark.parametrize("name", ["noise_std", "num_data", "data_unit", "calibrate", "members_per_pass"])
+def test_a_training_argument_is_sent_to_args(tmp_path: Path, name: str) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), use_cpu=True)
+    for num_labels in (1, 3):
+        with pytest.raises(ValueError, match=rf"{name} is refused: .* args=BayesianTrainingArguments\({name}=\.\.\.\)"):
+            BayesianTrainer(tiny_bert(num_labels=num_labels), MAPConfig(), args, **{name: 0.1})
+
+
 def test_advice_on_compiling_names_the_blocks_of_the_model(tmp_path: Path) -> None:
     args = BayesianTrainingArguments(str(tmp_path), use_cpu=True, torch_compile=True)
     with pytest.raises(ValueError, match=r"for block in model\.bert\.encoder\.layer: block\.compile"):

@@ -43,7 +43,10 @@ def diagnose(args: DiagnosisArguments) -> None:
     files = read_directory(directory, format=POSTERIOR, only=lambda name: name in wanted)
     config, trace = files[CONFIG], files.get(TRACE, {})
     console = Console()
-    console.print(table(config))
+    shown = table(config)
+    console.print(shown)
+    if not shown.row_count:
+        console.print("No diagnostics are stored. BayesianTrainer stores them; for your own loop see docs/own_loop.md.")
     drawn = plot(config, trace)
     if drawn is None:
         console.print("There is nothing to plot: this posterior has no log of the chains of a run.")

@@ -66,6 +66,16 @@ def test_a_posterior_without_a_run_has_a_table_only(tmp_path: Path, capsys: pyte
     assert not (tmp_path / "figure.png").exists()
 
 
+def test_a_run_without_diagnostics_says_how_to_record_them(tmp_path: Path, capsys: Any) -> None:
+    posterior = run(tmp_path / "run", EnsembleConfig(num_chains=2), max_steps=2).posterior
+    config = dataclasses.replace(posterior.config, diagnostics={"converged": None, "verdict": "not assessed"})
+    dataclasses.replace(posterior, config=config, trace=None).save_pretrained(tmp_path / "own")
+    main(["diagnose", str(tmp_path / "own"), "--output", str(tmp_path / "figure.png")])
+    shown = capsys.readouterr().out
+    assert "2 chains" in shown
+    assert "docs/own_loop.md" in shown
+
+
 def test_the_command_shows_foreign_text_as_it_is(tmp_path: Path, capsys: Any) -> None:
     trainer = run(tmp_path / "run")
     acting = "\x1b]0;owned\x07 \u202e [bold]$\\frac{$ \n"
