@@ -109,7 +109,11 @@ def all_ignored(*, shift: bool) -> str:
 
 def _labels_of(batch: Any) -> Tensor:
     if batch.get("labels") is None:
-        raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
+        raise ValueError(
+            f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them. For a language "
+            "model give DataCollatorForLanguageModeling(tokenizer, mlm=False) as data_collator= (collate= outside a "
+            "trainer); otherwise add a column labels"
+        )
     labels: Tensor = batch["labels"]
     return labels
 

@@ -58,3 +58,9 @@ def test_terms_of_a_classifier_are_its_examples():
     rows = [{"x": [0.0], "labels": [0.0, 1.0]}] * 5
     for likelihood in (Bernoulli(), Normal(1.0)):
         assert count_terms(rows, default_data_collator, likelihood, shift=False, progress=False) == (5, 1)
+
+
+def test_rows_without_labels_are_refused_with_what_to_give():
+    advice = r"DataCollatorForLanguageModeling\(tokenizer, mlm=False\) as data_collator= .* add a column labels"
+    with pytest.raises(ValueError, match=rf"no labels \(keys \['input_ids'\]\).*{advice}"):
+        count_terms([{"input_ids": [1, 2]}], default_data_collator, Categorical(), shift=True)
