@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
 from hf_bayes.core.layout import Layout
@@ -100,6 +101,26 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
             "tokenizer": None if words is None else fingerprint_tokenizer(words),
         },
     }
+
+
+def warn_of_resized_base(model: nn.Module, core: PreTrainedModel) -> None:
+    """Warn if the base has another number of tokens than the model that its name or folder holds.
+
+    A posterior names its base and does not hold it. Embeddings that were resized in memory are nowhere else.
+    """
+    name = _name(model, core)
+    try:
+        stored = AutoConfig.from_pretrained(name, local_files_only=True).get_text_config().vocab_size
+        found = core.config.get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError):  # a model of no folder, or without a vocabulary
+        return
+    if found != stored:
+        warnings.warn(
+            f"the base model has {found} tokens, and {name!r} has {stored}: it was resized in memory. A posterior does "
+            "not hold its base model, and nobody can load this one. Save the resized model (save_pretrained), load it "
+            "from there, and train that",
+            stacklevel=2,
+        )
 
 
 def tokenizer_in(given: Any) -> PreTrainedTokenizerBase | None:

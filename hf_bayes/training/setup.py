@@ -15,6 +15,7 @@ from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.base_model import warn_of_resized_base
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.models.refusals import refuse_other_likelihood
@@ -98,6 +99,7 @@ def set_up(
             on_error.callback(ready.detach)
         else:
             refuse_other_likelihood(likelihood, ready)
+        warn_of_resized_base(ready.model, ready.core)
         _refuse_trunk_memory(ready, args)
         bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded
         refuse_frozen_adapter(bayesian)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_bayes.core.layout import Layout, select
 from hf_bayes.models.base_model import (
@@ -20,6 +21,7 @@ from hf_bayes.models.base_model import (
     fingerprint_tokenizer,
     head_differences,
     head_settings,
+    warn_of_resized_base,
 )
 from tests.members.reference import core_of
 from tests.tiny_models import TEXTS, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
@@ -33,6 +35,19 @@ def described(model: nn.Module, subspace: str = "trainable", tokenizer: Any = No
 
 
 # -- which model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_base_that_was_resized_in_memory_is_warned_of(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_resized_base(base, base)
+        warn_of_resized_base(tiny_llama(), tiny_llama())  # of no folder
+    base.resize_token_embeddings(base.config.vocab_size + 1)
+    adapted = with_lora(base)
+    with pytest.warns(UserWarning, match=rf"base model has \d+ tokens, and '{tmp_path}/base' has \d+: it was resized"):
+        warn_of_resized_base(adapted, core_of(adapted))
 
 
 def test_a_model_is_described_by_name_dtype_and_fingerprints() -> None:
