@@ -8,10 +8,9 @@ from pathlib import Path
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.pipelines.picture import to_picture
 from hf_bayes.posteriors.benchmark_results import Benchmark, write_benchmark_result
-from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, evaluation_rows
+from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, read_evaluation
 from hf_bayes.posteriors.model_card import known_fields, write_card
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.posteriors.storage.formats import decode_json
 
 
 def rewrite_card(
@@ -33,21 +32,21 @@ def rewrite_card(
         repo_id: the repository in the examples.
         base_model: another path or name of the base model, for the heat map.
     Raises:
-        ValueError: for a posterior that is not a directory here, a file of other results, or a text for a posterior
-            that is not a language model's.
+        ValueError: for a posterior that is not a directory here, a file of other results or of another posterior's, or
+            a text for a posterior that is not a language model's.
         OSError: if there is no posterior.
     """
     root = Path(directory)
     if not root.is_dir():
         raise ValueError(f"--card writes into a posterior directory, got {directory!r:.200}: give a directory")
-    Posterior.from_pretrained(root)  # a damaged posterior gets no new card
+    posterior = Posterior.from_pretrained(root)  # a damaged posterior gets no new card
     ranked = None if benchmark is None else Benchmark.parse(benchmark)
     if ranked is not None and results is None:
         raise ValueError("--benchmark names the benchmark of --results: give results.json of hf-bayes evaluate, too")
+    if results is None and (root / EVALUATION).exists():
+        read_evaluation(root / EVALUATION, posterior.fingerprint)  # an earlier export's: it has its table in the card
     if results is not None:
-        found = decode_json(Path(results).read_bytes(), where=results)
-        if not evaluation_rows(found):
-            raise ValueError(f"{results} has no figures: give results.json of hf-bayes evaluate")
+        found = read_evaluation(Path(results), posterior.fingerprint)
         if ranked is not None:
             write_benchmark_result(root, ranked, found)
         (root / EVALUATION).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

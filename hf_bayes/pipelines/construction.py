@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 from transformers import Pipeline, PreTrainedTokenizerBase
@@ -14,6 +14,7 @@ from hf_bayes.models.input_check import check_vocabulary
 from hf_bayes.posteriors.tasks import TASKS
 
 _LOADING = ("members", "prediction", "calibrated", "base_model", "check_base")
+_NEAR = 0.75  # num_members is at 0.78 of members, and mems (XLNet's), the nearest name of transformers, at 0.73
 
 
 class BayesianPipeline(Pipeline):
@@ -67,6 +68,20 @@ class BayesianPipeline(Pipeline):
                 f"{cls.task_name} takes a text or a list of texts, got {(odd[0] if odd else inputs)!r:.100}: give one "
                 "text or more"
             )
+
+    @classmethod
+    def check_loading_arguments(cls, given: Iterable[str]) -> None:
+        """Raise a ValueError for a keyword that is, or nearly is, an argument of ``hf_bayes.pipeline`` for loading."""
+        for name in given:
+            if near := difflib.get_close_matches(name, _LOADING, n=1, cutoff=_NEAR):
+                raise ValueError(
+                    f"{getattr(cls, 'task_name', 'pipeline')} takes no {name}. Did you mean {near[0]}= of "
+                    "hf_bayes.pipeline, for loading a posterior?"
+                )
+
+    def _sanitize_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_loading_arguments(kwargs)  # transformers would give them to generate, at the first call
+        return super()._sanitize_parameters(*args, **kwargs)
 
     @classmethod
     def check_tokenizer_arguments(cls, tokenizer: Any, given: Mapping[str, Any], *, taken: Collection[str]) -> None:

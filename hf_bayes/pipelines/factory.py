@@ -97,7 +97,8 @@ def pipeline(
         device: as in transformers: None takes the first accelerator if there is one.
         kwargs: ``batch_size`` of the pipeline, or any argument of a call.
     Raises:
-        ValueError: for an unknown task, a model of another kind, or a tokenizer that is not the posterior's.
+        ValueError: for an unknown task, a model of another kind, a tokenizer that is not the posterior's, or a misspelt
+            argument for loading.
     """
     location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
                                 "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
@@ -107,6 +108,7 @@ def pipeline(
     readers = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor,
                "processor": processor}  # fmt: skip
     _check_request(task, model)
+    BayesianPipeline.check_loading_arguments(kwargs)  # before the model is loaded
     if is_place(model):
         found = _from_posterior(task, model, readers, location, loading, trust_remote_code)
     else:

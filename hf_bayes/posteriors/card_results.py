@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult
 
 from hf_bayes.core.number_checks import is_number
 from hf_bayes.posteriors.markdown import one_line
+from hf_bayes.posteriors.storage.formats import decode_json
 
 EVALUATION = "evaluation.json"
 """The results of ``hf-bayes evaluate``, beside the card."""
+POSTERIOR = "posterior"
+"""The key of an evaluation whose value is the fingerprint of the posterior that was evaluated."""
 PICTURE = "heat_map.png"
 """A picture of a text with coloured tokens, beside the card."""
 NAMES = {
@@ -66,6 +70,28 @@ def eval_results(
         data = f"{row.data} against the test set" if is_auroc else "test set of hf-bayes evaluate"
         found.append(_result(task, "evaluation", data, row.name, row.value, part=row.data))
     return found
+
+
+def read_evaluation(file: Path, fingerprint: str) -> dict[str, Any]:
+    """Return the results of ``hf-bayes evaluate``, if they are of the posterior with this fingerprint.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: for a file of other content, for the figures of another posterior, and if the file does not record
+            its posterior.
+    """
+    evaluation = decode_json(file.read_bytes(), where=str(file))
+    if not evaluation_rows(evaluation):
+        raise ValueError(f"{file} has no figures: give results.json of hf-bayes evaluate")
+    found = evaluation.get(POSTERIOR)
+    if not isinstance(found, str):
+        raise ValueError(f"{file} does not record which posterior it is of: run hf-bayes evaluate again")
+    if found != fingerprint:
+        raise ValueError(
+            f"{file} has the figures of another posterior (fingerprint {found[:12]!r}, expected "
+            f"{fingerprint[:12]!r}): run hf-bayes evaluate again, with this one"
+        )
+    return evaluation
 
 
 def evaluation_rows(evaluation: Mapping[str, Any] | None) -> list[Row]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import GAUSSIANS, Draws, Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, check_shapes
@@ -126,6 +127,16 @@ def read_parts(contents: Mapping[str, Any]) -> Parts:
     if adapter_config is not None and not torch.equal(theta_of(ADAPTER), approximation.rows[0]):
         raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
     return Parts(approximation, config, adapter_config, files.get(TRACE), sidecars, files.get(STUDENT))
+
+
+def fingerprint_of(contents: Mapping[str, Any]) -> str:
+    """Return ``Posterior.fingerprint`` from the files that ``storage.read_directory`` has read.
+
+    Raises:
+        ValueError: as ``read_parts``.
+    """
+    approximation, config, *_ = read_parts(contents)
+    return fingerprint_tensors(approximation.tensors(config.layout).items())
 
 
 def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:

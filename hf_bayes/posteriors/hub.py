@@ -16,10 +16,10 @@ from huggingface_hub.errors import HfHubHTTPError
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.posteriors import sidecars, storage
 from hf_bayes.posteriors.benchmark_results import FOLDER as BENCHMARKS
-from hf_bayes.posteriors.card_results import EVALUATION, PICTURE
+from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, read_evaluation
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
-from hf_bayes.posteriors.directory import GAUSSIAN, TRACE
+from hf_bayes.posteriors.directory import GAUSSIAN, TRACE, fingerprint_of
 from hf_bayes.posteriors.student import STUDENT
 
 CARD = "README.md"
@@ -84,13 +84,16 @@ def push_directory(
     Returns:
         The commit, a text with its address.
     Raises:
-        ValueError, OSError: if the posterior is damaged, or a text in it looks like an access token.
+        ValueError, OSError: if the posterior is damaged, a text in it looks like an access token, or the evaluation is
+            of another posterior.
     """
     root = Path(directory)
     storage.recover(root)
     contents = storage.read_directory(root, format=storage.POSTERIOR, raw=sidecars.is_sidecar)
     beside = [name for name in (CARD, PICTURE, EVALUATION) if (root / name).exists()]
     beside += [f"{BENCHMARKS}/{file.name}" for file in sorted((root / BENCHMARKS).glob("*.yaml"))]
+    if EVALUATION in beside:
+        read_evaluation(root / EVALUATION, fingerprint_of(contents))
     names = [*contents, storage.MANIFEST, *beside]
     for name in names:
         if not name.endswith(".safetensors") and _TOKEN.search((root / name).read_bytes()):

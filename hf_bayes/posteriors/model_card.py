@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
@@ -17,13 +18,14 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from hf_bayes.core.number_checks import is_number
 from hf_bayes.posteriors import storage
-from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, eval_results, evaluation_rows
+from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, eval_results, evaluation_rows, read_evaluation
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
+from hf_bayes.posteriors.directory import fingerprint_of
 from hf_bayes.posteriors.hub import CARD, is_local
 from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
 from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
-from hf_bayes.posteriors.storage.formats import decode_json
+from hf_bayes.posteriors.sidecars import is_sidecar
 from hf_bayes.posteriors.tasks import TASKS
 
 CUSTOM_GENERATE = "custom_generate/generate.py"
@@ -138,25 +140,38 @@ def _environment() -> jinja2.Environment:
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, **fields: Unpack[CardFields]) -> None:
     """Replace the card of a saved posterior by a new one with an author's fields.
 
-    Files beside the card, ``CUSTOM_GENERATE``, ``PICTURE`` and ``EVALUATION``, have their sections in it.
+    Files beside the card, ``CUSTOM_GENERATE``, ``PICTURE`` and ``EVALUATION``, have their sections in it. An evaluation
+    of another posterior is left out with a warning: a run into the same directory replaces the posterior only.
 
     Raises:
         OSError, ValueError: if there is no posterior, or as ``card_fields``.
     """
     root = Path(directory)
     config = storage.read_file(root, CONFIG)
-    results = root / EVALUATION
     card = render_card(
         config,
         adapter=(root / ADAPTER_CONFIG).exists(),
         repo_id=repo_id,
         custom_generate=(root / CUSTOM_GENERATE).exists(),
         picture=(root / PICTURE).exists(),
-        evaluation=decode_json(results.read_bytes(), where=str(results)) if results.exists() else None,
+        evaluation=_evaluation_of(root),
         **fields,
     )
     (root / f"{CARD}.new").write_text(card, encoding="utf-8")
     (root / f"{CARD}.new").replace(root / CARD)
+
+
+def _evaluation_of(root: Path) -> Mapping[str, Any] | None:
+    """Return the content of ``EVALUATION`` if it is of the posterior in the directory."""
+    file = root / EVALUATION
+    if not file.exists():
+        return None
+    contents = storage.read_directory(root, format=storage.POSTERIOR, raw=is_sidecar)
+    try:
+        return read_evaluation(file, fingerprint_of(contents))
+    except ValueError as error:
+        warnings.warn(f"{error}. The card is written without these figures")
+        return None
 
 
 def known_fields(directory: str | os.PathLike[str]) -> CardFields:

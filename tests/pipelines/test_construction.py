@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TextGenerationPipeline,
+    XLNetLMHeadModel,
+)
 
+from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline
 from tests import tiny_models as models
 
@@ -18,8 +28,31 @@ def test_what_is_no_text_is_refused_in_words(
 
 
 def test_a_keyword_for_loading_is_named(classify: Any) -> None:
-    with pytest.raises(ValueError, match=r"takes no predict here: .*Did you mean prediction= of hf_bayes.pipeline"):
+    with pytest.raises(ValueError, match=r"takes no predict.*Did you mean prediction= of hf_bayes.pipeline"):
         classify(models.TEXTS[0], predict="single_pass")
+
+
+@pytest.mark.parametrize("keyword", ["members", "num_members", "predict"])
+@pytest.mark.parametrize("kind", ["generate", "classify"])
+def test_settings_for_loading_are_refused_by_every_pipeline(
+    request: pytest.FixtureRequest, kind: str, keyword: str
+) -> None:
+    found = request.getfixturevalue(kind)
+    words = rf"takes no {keyword}.* Did you mean (members|prediction)= of hf_bayes.pipeline"
+    with pytest.raises(ValueError, match=words):
+        found(models.TEXTS[0], **{keyword: 2})
+    with pytest.raises(ValueError, match=words):
+        type(found)(model=found.model, tokenizer=found.tokenizer, **{keyword: 2})
+
+
+def test_no_setting_of_transformers_reads_as_one_for_loading() -> None:
+    """Settings of ``generate``, of its configuration and of tokenizers are never taken for a misspelt ``members``."""
+    of = (GenerationMixin.generate, PreTrainedTokenizerFast.__call__, TextGenerationPipeline._sanitize_parameters,
+          LlamaForCausalLM.forward, XLNetLMHeadModel.forward)  # fmt: skip
+    names = {name for each in of for name in inspect.signature(each).parameters}
+    names |= set(vars(GenerationConfig()))
+    assert {"mems", "truncation"} <= names  # the nearest ones
+    BayesianPipeline.check_loading_arguments(names)
 
 
 @pytest.mark.parametrize("keyword", ["prompts", "max_new_tokens", "text_pair", "trunctation"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,22 @@ def test_wrong_arguments_are_refused(generate: BayesianTextGenerationPipeline) -
     for given in ({"members": 2}, {"calibrated": False}, {"check_base": False}):
         with pytest.raises(ValueError, match=f"{next(iter(given))}: the model is loaded already"):
             pipeline("bayesian-text-generation", generate.model, generate.tokenizer, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"num_members": 4}, "members"),
+        ({"predict": "bogus"}, "prediction"),
+        ({"calibrate": False}, "calibrated"),
+        ({"basemodel": "llama"}, "base_model"),
+    ],
+    ids=str,
+)
+def test_misspelt_settings_for_loading_are_refused_at_once(given: dict[str, Any], meant: str) -> None:
+    words = f"takes no {next(iter(given))}. Did you mean {meant}= of hf_bayes.pipeline, for loading a posterior?"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pipeline("bayesian-text-generation", "no/posterior", **given)  # before anything is loaded
 
 
 def test_a_tokenizer_larger_than_the_embedding_has_no_pipeline(generate: BayesianTextGenerationPipeline) -> None:

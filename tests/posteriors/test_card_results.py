@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from hf_bayes.posteriors.card_results import Row, eval_results, evaluation_rows
+import pytest
+
+from hf_bayes.posteriors.card_results import Row, eval_results, evaluation_rows, read_evaluation
 
 EVALUATION = {
     "kind": "classes",
@@ -49,3 +53,21 @@ def test_an_evaluation_adds_the_detection_of_other_data() -> None:
 def test_other_content_of_the_file_is_left_out() -> None:
     for odd in ({"nll": "low", "auroc": [1]}, {"auroc": {"x": 3}, "std_error": 2}, {}):
         assert evaluation_rows(odd) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"posterior": "abc", "loss": 1}, "results.json has no figures: give results.json of hf-bayes evaluate"),
+        ({"nll": 0.5}, "results.json does not record which posterior it is of: run hf-bayes evaluate again"),
+        ({"nll": 0.5, "posterior": None}, "does not record which posterior it is of"),
+        ({"nll": 0.5, "posterior": "abd"}, "of another posterior .fingerprint 'abd', expected 'abc'.: run hf-bayes"),
+    ],
+)
+def test_only_figures_of_the_same_posterior_are_read(tmp_path: Path, content: dict[str, Any], words: str) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        read_evaluation(file, "abc")
+    file.write_text(json.dumps(EVALUATION | {"posterior": "abc"}))
+    assert read_evaluation(file, "abc")["nll"] == 0.5

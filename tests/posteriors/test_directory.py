@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hf_bayes.posteriors.config import CONFIG
+from hf_bayes.posteriors.directory import fingerprint_of
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.sidecars import is_sidecar
+from hf_bayes.posteriors.storage import POSTERIOR, read_directory
 from tests.faults import posteriors
 from tests.faults.edits import edit_json, sign
 from tests.faults.posteriors import draws, gaussian
@@ -39,6 +43,15 @@ def test_root_is_the_gaussian_mean_or_the_first_member(tmp_path: Path) -> None:
         root = load_file(tmp_path / "adapter_model.safetensors")
         tensors = posterior.layout.unflatten(expected(posterior))
         assert torch.equal(root["base_model.model.score.weight"], tensors[posteriors.LORA[2][0]])
+
+
+@pytest.mark.parametrize("make", [draws, gaussian])
+@pytest.mark.parametrize("adapter", [True, False])
+def test_the_files_have_the_fingerprint_of_the_posterior(tmp_path: Path, make: Any, adapter: bool) -> None:
+    posterior = make(2, adapter=adapter)
+    posterior.save_pretrained(tmp_path)
+    contents = read_directory(tmp_path, format=POSTERIOR, raw=is_sidecar)
+    assert fingerprint_of(contents) == posterior.fingerprint
 
 
 def test_member_count_that_differs_from_the_config_is_refused(tmp_path: Path) -> None:

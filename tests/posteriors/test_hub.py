@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,17 @@ def test_results_on_benchmarks_are_pushed(pushed: dict[str, Any], tmp_path: Path
     hub.push_directory(tmp_path, "user/x")
     found = {name for name in pushed["files"] if name.startswith(".eval_results")}
     assert found == {".eval_results/user-set-default.yaml"}
+
+
+def test_an_evaluation_of_other_weights_is_not_pushed(pushed: dict[str, Any], tmp_path: Path) -> None:
+    draws(2, seed=1).save_pretrained(tmp_path)
+    (tmp_path / "evaluation.json").write_text(json.dumps({"posterior": draws(2, seed=2).fingerprint, "nll": 2.5}))
+    with pytest.raises(ValueError, match=r"evaluation.json has the figures of another posterior"):
+        hub.push_directory(tmp_path, "user/x")
+    assert not pushed
+    (tmp_path / "evaluation.json").write_text(json.dumps({"posterior": draws(2, seed=1).fingerprint, "nll": 2.5}))
+    hub.push_directory(tmp_path, "user/x")
+    assert "evaluation.json" in pushed["files"]
 
 
 def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str, Any], tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ def test_the_files_beside_a_card_have_their_sections(tmp_path: Path) -> None:
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate/generate.py").touch()
     (tmp_path / "heat_map.png").touch()
-    (tmp_path / "evaluation.json").write_text('{"ece": 0.02, "auroc": {"code": {"epistemic": 0.9}}}')
+    evaluation = {"posterior": draws(3).fingerprint, "ece": 0.02, "auroc": {"code": {"epistemic": 0.9}}}
+    (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     fields = known_fields(tmp_path)
     assert fields == {"license": "mit", "language": ["en"], "tags": ["own"]}
     write_card(tmp_path, repo_id="user/x", **fields)
@@ -160,6 +161,17 @@ def test_the_files_beside_a_card_have_their_sections(tmp_path: Path) -> None:
     found = {(result.dataset_name, result.metric_type): result.metric_value for result in card.data.eval_results}
     assert found["code against the test set", "auroc_epistemic"] == 0.9
     assert card.data.license == "mit"
+
+
+def test_a_run_into_the_same_folder_keeps_no_old_figures(tmp_path: Path) -> None:
+    evaluation = {"posterior": draws(3, seed=1).fingerprint, "ece": 0.02}
+    (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
+    draws(3, seed=2, metrics={}).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="has the figures of another posterior .* card is written without these fig"):
+        write_card(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "0.02" not in card.text
+    assert not card.data.eval_results
 
 
 def test_card_of_a_run_that_did_not_converge_says_so_first() -> None:

@@ -40,6 +40,7 @@ from hf_bayes.metrics import evaluation_results
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading import load_tokenizer
+from hf_bayes.posteriors.card_results import POSTERIOR
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.storage import check_folder
 from hf_bayes.uncertainty.custom.weighted import without_weights
@@ -109,6 +110,7 @@ def measure(
     found = statistics_of(model, sets, case, collate, batch_size=batch_size, hide=hide)
     others = {name: statistics for name, statistics in found.items() if name != TEST}
     about = {"task": model.task, "members": model.num_members, "temperature": model.mixture_temperature}
+    about |= {POSTERIOR: None if model.posterior is None else model.posterior.fingerprint}
     return found, {**about, **evaluation_results(found[TEST], others, case.figures)}
 
 

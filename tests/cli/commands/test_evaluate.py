@@ -121,6 +121,7 @@ def test_a_classifier_is_evaluated_from_a_table(
     other = f"backwards={tmp_path / 'other.jsonl'}"
     results = evaluate(tmp_path, *arguments, "--label_column", "parity", "--ood", other)
     assert (results["task"], results["members"]) == ("sequence_classification", 2)
+    assert results["posterior"] == Posterior.from_pretrained(classifier).fingerprint
     assert results["rows"] == {"test": 12, "backwards": 4}
     assert {"nll", "member_nll", "accuracy", "ece", "brier"} <= set(results)
     assert "perplexity" not in results
