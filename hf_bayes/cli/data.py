@@ -195,8 +195,8 @@ def _load_files(files: dict[str, list[str]]) -> DatasetDict:
     for file in every:
         if Path(file).stat().st_size == 0:
             raise ValueError(f"{file} is empty")
-    # A text file is one text: windows cross the ends of lines.
-    options = {"sample_by": "document"} if kind == "text" else {}
+    # A text file is one text: windows cross the ends of lines. A byte order mark before it is no text.
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
     try:
         return load_dataset(kind, data_files=files, **options)
     except (DatasetsError, ValueError) as error:

@@ -36,25 +36,26 @@ class WindowArguments:
 def windows_of(
     path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, text_column: str = "text"
 ) -> Dataset:
-    """Return rows of ``length`` tokens, each its own label. The texts of a file with rows are joined to one.
+    """Return rows of ``length`` tokens and their labels. The texts of a file with rows are joined to one.
+
+    No token is a label twice: the last row starts earlier instead of being short, and its labels are -100 at tokens of
+    an earlier row. No end-of-sequence token follows the text.
 
     Raises:
         ValueError, OSError: for a text shorter than a window, and as ``texts_in``.
     """
     texts = Dataset.from_dict({"text": texts_in(path, text_column)})
-    rows = token_windows(texts, tokenizer, length=length, join=True)
-    whole = [row for row in rows["input_ids"] if len(row) == length]
-    if not whole:
+    rows = token_windows(texts, tokenizer, length=length, join=True, close=False)
+    if len(rows[0]["input_ids"]) < length:
         raise ValueError(f"{path} is shorter than one window of {length} tokens: give more text or a smaller --length")
-    count = min(limit, len(whole))
-    windows = [whole[i * len(whole) // count] for i in range(count)]
-    return Dataset.from_dict({"input_ids": windows, "labels": windows})
+    count = min(limit, len(rows))
+    return rows.select([i * len(rows) // count for i in range(count)]).select_columns(["input_ids", "labels"])
 
 
 def window_sets(
     files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, target: Target, args: WindowArguments
 ) -> dict[str, Dataset]:
-    """Read the text of each file and cut it into windows. Every set has labels: the tokens of its text.
+    """Read the text of each file and cut it into windows. Every set has the labels of ``windows_of``.
 
     Raises:
         ValueError: for windows longer than the model's context, and as ``windows_of``.

@@ -84,14 +84,14 @@ def _parser(types: tuple[Any, ...]) -> _Parser:
 
 
 def read_text(file: str) -> str:
-    """Return the text of a file.
+    """Return the text of a file, without the byte order mark that some editors put before it.
 
     Raises:
         OSError: for a file that cannot be read.
         ValueError: for a file in another encoding than UTF-8.
     """
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8 ({error}): save it in this encoding") from error
 

@@ -67,6 +67,7 @@ def token_windows(
     score_start: bool = True,
     text_column: str = "text",
     join: bool = False,
+    close: bool = True,
 ) -> Dataset:
     """Return rows ``input_ids``, ``attention_mask``, ``labels`` for a causal LM; -100 where a token does not count.
 
@@ -79,6 +80,8 @@ def token_windows(
         length, overlap, loss_tokens, score_start: see ``window_spans``.
         text_column: the column that holds the text.
         join: True joins all rows to one text, with the end-of-sequence token between them: for many short rows.
+        close: of joined rows: True puts this token after the last row, too, so that training learns where each row
+            ends. False is for evaluation: a text file may end anywhere, and does not hold the token.
     Raises:
         ValueError: if the lengths do not fit together, no text holds two tokens, or ``join`` lacks a separator.
     """
@@ -100,7 +103,10 @@ def token_windows(
     def cut(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
         rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
         encoded = batch["input_ids"]
-        for ids in [[token for row in encoded for token in [*row, *separator]]] if join else encoded:
+        if join:
+            joined = [token for row in encoded for token in [*row, *separator]]
+            encoded = [joined if close else joined[:-1]]
+        for ids in encoded:
             for start, end, loss_start in window_spans(len(ids), **lengths):
                 labels = [IGNORE] * (loss_start - start) + ids[loss_start:end]
                 labels[0] = IGNORE  # the shift drops the first token, so N must not count it

@@ -14,7 +14,7 @@ from hf_bayes.members.cache import reorder_cache, require_rows
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.causal_members import CausalMembers
 from hf_bayes.models.generation_refusals import refuse_unsupported
-from hf_bayes.models.input_check import InputCheck, require_ids
+from hf_bayes.models.input_check import SHORTEN, InputCheck, require_ids
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.token_predictors import TokenPredictor
 from hf_bayes.models.token_uncertainty import (
@@ -194,7 +194,7 @@ def _checked(model: ModelOfText, prompt: Any, kwargs: dict[str, Any]) -> dict[st
     refuse_unsupported(kwargs, model.generation_config, prompt)
     # the mask is longer than a prompt whose beginning is in a cache
     mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
-    model.check_inputs({"input_ids": prompt, "attention_mask": mask})
+    model.check_inputs({"input_ids": prompt, "attention_mask": mask}, advice=SHORTEN)
     model.predictor.require_members("generate")
     if not model.predictor.keeps_caches:
         kwargs["use_cache"] = False

@@ -16,6 +16,10 @@ from hf_bayes.members.inputs import padding_mask
 
 _DTYPES = (torch.int64, torch.int32)
 _WANTED = "expected a tensor of integers [rows, tokens]"
+_BATCH = "the batch"
+_CUT = "cut the text, in Python with truncation=True, max_length={longest}, in a command with --max_length {longest}"
+
+SHORTEN = "shorten the prompt to leave room for new tokens"
 
 
 class InputCheck:
@@ -38,7 +42,7 @@ class InputCheck:
         self.longest, self.has_table = context_of(core)
         self._warned = False
 
-    def __call__(self, inputs: Mapping[str, Any], *, where: str = "the batch", first: int = 0) -> None:
+    def __call__(self, inputs: Mapping[str, Any], *, where: str = _BATCH, first: int = 0, advice: str = _CUT) -> None:
         """Raise a ValueError for ``input_ids`` and ``attention_mask`` that the model cannot take.
 
         Inputs without ``input_ids`` (images, embeddings) are not checked. The process waits once for the device.
@@ -47,6 +51,7 @@ class InputCheck:
             inputs: of a forward pass without a cache.
             where: the caller's name for the rows.
             first: number of the first row.
+            advice: what to do about a row that is too long; ``{longest}`` stands for the tokens of the context.
         """
         ids, mask = inputs.get("input_ids"), padding_mask(inputs)
         if ids is None or self.num_tokens is None:
@@ -64,19 +69,22 @@ class InputCheck:
         empty = ~kept.any(1)
         smallest, largest, num_empty = torch.stack([low, high, empty.sum()]).tolist()
         if smallest < 0 or largest >= self.num_tokens:
-            row = first + int(((ids < 0) | (ids >= self.num_tokens)).any(1).nonzero()[0])
+            row = int(((ids < 0) | (ids >= self.num_tokens)).any(1).nonzero()[0])
             raise ValueError(
-                f"row {row} of {where} has the token id {smallest if smallest < 0 else largest}, expected 0 to "
-                f"{self.num_tokens - 1}, the rows of the model's embedding: encode the text with the model's own "
-                "tokenizer (-100 belongs to labels only)"
+                f"{_name(row, len(ids), where, first)} has the token id {smallest if smallest < 0 else largest}, "
+                f"expected 0 to {self.num_tokens - 1}, the rows of the model's embedding: encode the text with the "
+                "model's own tokenizer (-100 belongs to labels only)"
             )
         if num_empty:
             raise ValueError(
-                f"row {first + int(empty.nonzero()[0])} of {where} is padding alone (its attention_mask is all 0): "
-                "there is no text to answer. Leave the row out"
+                f"{_name(int(empty.nonzero()[0]), len(ids), where, first)} is padding alone (its attention_mask is all "
+                "0): there is no text to answer. Leave the row out"
             )
         if self.longest is not None and ids.shape[1] > self.longest:
-            self._check_lengths(kept, inputs.get("position_ids"), where, first)
+            length, row = self._longest_row(kept, inputs.get("position_ids"))
+            if length > self.longest:
+                what = f"{_name(row, len(ids), where, first)} has {length} tokens,"
+                self._too_long(what, advice.format(longest=self.longest))
 
     def check_generation(self, mask: Tensor, num_new: int) -> None:
         """Raise, or warn, if prompts and new tokens together are longer than the context.
@@ -88,22 +96,22 @@ class InputCheck:
         if self.longest is None or mask.shape[-1] + num_new <= self.longest or mask.ndim != 2:
             return
         prompt = int(mask.bool().sum(1).max())
-        if prompt + num_new > self.longest:
+        room = self.longest - prompt
+        if num_new > room:
             self._too_long(
                 f"a prompt of {prompt} tokens and {num_new} new ones are",
-                f"lower max_new_tokens to {max(0, self.longest - prompt)} or less, or shorten the prompt",
+                f"lower max_new_tokens to {room} or less, or shorten the prompt" if room > 0 else SHORTEN,
             )
 
-    def _check_lengths(self, kept: Tensor, positions: Any, where: str, first: int) -> None:
-        assert self.longest is not None
+    def _longest_row(self, kept: Tensor, positions: Any) -> tuple[int, int]:
+        """Return the number of positions that the longest row needs, and which row it is."""
         lengths = kept.sum(1)
         if isinstance(positions, Tensor):  # packed rows begin anew
             lengths = positions.reshape(-1, positions.shape[-1]).amax(1) + 1
         elif self.has_table and bool(kept[:, 0].all()):  # padding on the right has positions, too
             lengths = torch.full_like(lengths, kept.shape[1])
-        length, row = (int(value) for value in lengths.max(0))
-        if length > self.longest:
-            self._too_long(f"row {first + row} of {where} has {length} tokens,", "cut the text (truncation=True)")
+        length, row = lengths.max(0)
+        return int(length), int(row)
 
     def _too_long(self, what: str, advice: str) -> None:
         context = f"more than the model's context of {self.longest} tokens (max_position_embeddings)"
@@ -115,6 +123,11 @@ class InputCheck:
                 f"{what} {context}: it was not trained on such positions, and its uncertainty there may mean nothing. "
                 f"To avoid this, {advice}"
             )
+
+
+def _name(row: int, num_rows: int, where: str, first: int) -> str:
+    """Return words for a row. The only text of a batch needs no number."""
+    return "the text" if num_rows == 1 and where == _BATCH else f"row {first + row} of {where}"
 
 
 def require_ids(ids: Any) -> None:

@@ -192,3 +192,12 @@ def test_texts_are_read_whole_or_by_row(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("a")
     with pytest.raises(ValueError, match=r"page.md is a file of another format, expected one of .txt"):
         texts_in(str(tmp_path / "page.md"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("A chain.\nAnother one.\n", encoding="utf-8-sig")
+    file = str(tmp_path / "one.txt")
+    assert texts_in(file) == ["A chain.\nAnother one.\n"]
+    assert load_splits(file, validation_fraction=0)["train"]["text"][0] == "A chain.\nAnother one.\n"
+    train, test = load_episode(file, held_out=0.5)
+    assert train["text"][0] + test["text"][0] == "A chain.\nAnother one.\n"

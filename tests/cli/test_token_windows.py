@@ -85,6 +85,14 @@ def test_joined_texts_are_one_text_with_separators(tokenizer: PreTrainedTokenize
     assert {len(row) for row in windows["input_ids"]} == {12}
 
 
+def test_joined_texts_may_end_without_a_separator(tokenizer: PreTrainedTokenizerFast) -> None:
+    closed = token_windows(texts(*TEXTS), tokenizer, length=12, join=True)
+    without = token_windows(texts(*TEXTS), tokenizer, length=12, join=True, close=False)
+    assert closed[-1]["input_ids"][-1] == tokenizer.eos_token_id
+    assert without[-1]["input_ids"][1:] == closed[-1]["input_ids"][:-1]
+    assert labelled(closed) == sorted([*labelled(without), tokenizer.eos_token_id])
+
+
 def test_joining_without_an_end_of_sequence_token_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     class NoEnd:
         eos_token_id = None

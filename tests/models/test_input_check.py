@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,34 @@ def test_one_row_without_its_dimension_is_refused() -> None:
         language_model()(IDS[0])
     with pytest.raises(ValueError, match=r"input_ids\[None\]"):
         language_model().generate(IDS[0], max_new_tokens=2)
+
+
+def test_the_advice_for_a_text_too_long_works_as_printed() -> None:
+    model, tokenizer = language_model(), tiny_tokenizer()
+    text, tokenizer.model_max_length = "my lord " * 300, 10**6
+    with pytest.raises(ValueError, match=r"^the text has \d+ tokens, .*: cut the text") as caught:
+        model(**tokenizer(text, truncation=True, return_tensors="pt"))
+    (length,) = re.findall(r"truncation=True, max_length=(\d+)", str(caught.value))
+    assert length == str(CONTEXT)
+    model(**tokenizer(text, truncation=True, max_length=int(length), return_tensors="pt"))
+
+
+def test_a_row_is_numbered_only_beside_others() -> None:
+    model = language_model()
+    for number, name in ((1, "the text"), (2, "row 0 of the batch")):
+        for inputs in ({"input_ids": IDS[:number] + 320}, {"input_ids": IDS[:number].repeat(1, 30)}):
+            with pytest.raises(ValueError, match=f"^{name} has "):
+                model(**inputs)
+    with pytest.raises(ValueError, match=r"^row 7 of the rows has "):
+        model.check_inputs({"input_ids": IDS[:1] + 320}, where="the rows", first=7)
+
+
+def test_a_prompt_without_room_is_to_be_shortened() -> None:
+    for times in (22, 30):  # 132 and 180 tokens
+        with pytest.raises(ValueError, match=r"more than the model's context .*: shorten the prompt to leave room"):
+            language_model().generate(IDS[:1].repeat(1, times), max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"128 tokens and 2 new ones .*: shorten the prompt to leave room"):
+        language_model().generate(IDS[:1].repeat(1, 22)[:, :CONTEXT], max_new_tokens=2)
 
 
 def test_decoded_tokens_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_bayes.cli.command import Command
+from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.posterior_arguments import PosteriorArguments, given_texts
 from hf_bayes.cli.token_output import OutputArguments, show
 
@@ -21,7 +23,16 @@ class TextArguments:
         metadata={"help": "A .txt file is one text; a .csv, .jsonl or .parquet file has one in each row."},
     )
     text_column: str = field(default="text", metadata={"help": "Column of the texts in such a file."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text. Default: all."})
     batch_size: int = field(default=8, metadata={"help": "Texts of a batch."})
+
+    def __post_init__(self) -> None:
+        check_count("max_length", self.max_length, "the tokens kept of a text")
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """The arguments of the tokenizer that cut the texts."""
+        return {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
 
 
 def score(posterior: PosteriorArguments, texts: TextArguments, output: OutputArguments) -> None:
@@ -33,7 +44,7 @@ def score(posterior: PosteriorArguments, texts: TextArguments, output: OutputArg
         ValueError: for a posterior of another task, no text, or a text of fewer than two tokens.
     """
     given = given_texts(texts.text, texts.file, column=texts.text_column, flag="--text")
-    show(posterior.text_pipeline("score").score(given, batch_size=texts.batch_size), output)
+    show(posterior.text_pipeline("score").score(given, batch_size=texts.batch_size, **texts.cut), output)
 
 
 COMMAND = Command(

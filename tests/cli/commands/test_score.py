@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 
@@ -25,3 +26,19 @@ def test_a_temperature_can_be_left_out(posterior: str, capsys: pytest.CaptureFix
     (record,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert record["num_members"] == 1
     assert record["uncertainty"]["epistemic"] == pytest.approx(0, abs=1e-6)
+
+
+def test_texts_are_cut_to_a_number_of_tokens(posterior: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("score", posterior, "--text", *TEXTS[:2], "--json", "--max_length", "6")
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(record["tokens"]) for record in found] == [5, 5]  # the first token is not predicted
+    with pytest.raises(ValueError, match=r"--max_length must be at least 1, got 0"):
+        run("score", posterior, "--text", TEXTS[0], "--max_length", "0")
+
+
+def test_the_refusal_of_a_long_text_names_the_flag(posterior: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match=r"the text has .*, in a command with --max_length 128"):
+        run("score", posterior, "--text", TEXTS[0] * 20, "--json")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the text has")
+        run("score", posterior, "--text", TEXTS[0] * 20, "--json", "--max_length", "128")
