@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from hf_bayes.pipelines.factory import pipeline
     from hf_bayes.pipelines.records import UncertaintyStreamer
     from hf_bayes.pipelines.rendering import print_record, to_html, to_terminal
+    from hf_bayes.posteriors.hub import push_directory
     from hf_bayes.posteriors.posterior import Posterior
     from hf_bayes.training.arguments import BayesianTrainingArguments
     from hf_bayes.training.cross_fitting import cross_fit_calibration
@@ -159,6 +160,7 @@ _MODULES = {
     "pipeline": "pipelines.factory",
     "print_record": "pipelines.rendering",
     "prior_predictive": "fit.prior_predictive",
+    "push_directory": "posteriors.hub",
     "row_gradients_of_function": "fit.function_curvature",
     "row_gradients_of_model": "fit.model_curvature",
     "sample": "chains.sampling",
@@ -234,6 +236,7 @@ __all__ = [
     "pipeline",
     "print_record",
     "prior_predictive",
+    "push_directory",
     "register_likelihood",
     "row_gradients_of_function",
     "row_gradients_of_model",

@@ -105,6 +105,7 @@ SNIPPETS = {
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
     ("docs/own_loop.md", 0): Snippet(a_run, {"num_steps=500": "num_steps=4", "batches, 500": "batches, 4"}),
     ("docs/publish.md", 0): Snippet(lambda: a_language_model("my-posterior")),
+    ("docs/publish.md", 1): Snippet(lambda: a_language_model("my-posterior")),
     # bitsandbytes repacks 4-bit weights at the first prediction on some CPUs (docs/models.md), 8-bit weights nowhere
     ("docs/quantised.md", 0): Snippet(
         a_run_on_a_named_base,

@@ -121,10 +121,12 @@ def windows(args: Arguments, name: str) -> Subject:
     tokenizer = load_tokenizer(folder / name, posterior=posterior)
     sets = {text: windows_of(str(folder / f"{text}.txt"), tokenizer, length=128, limit=args.windows)
             for text in ("test", "code")}  # fmt: skip
-    half = args.windows // 2
-    rows = [{"input_ids": ids} for ids in sets["test"][:half]]
-    test = [{"input_ids": ids, "labels": ids} for ids in sets["test"][half:].split(5)]
-    return Subject(posterior, None, rows, test, {"code": [{"input_ids": ids} for ids in sets["code"][half:].split(5)]})
+    ids = {text: torch.tensor(found["input_ids"]) for text, found in sets.items()}
+    labels, half = torch.tensor(sets["test"]["labels"]), args.windows // 2
+    rows = [{"input_ids": each} for each in ids["test"][:half]]
+    halves = zip(ids["test"][half:].split(5), labels[half:].split(5), strict=True)
+    test = [{"input_ids": each, "labels": label} for each, label in halves]
+    return Subject(posterior, None, rows, test, {"code": [{"input_ids": each} for each in ids["code"][half:].split(5)]})
 
 
 def subjects(args: Arguments) -> dict[str, Callable[[], Subject]]:
