@@ -87,8 +87,8 @@ def sample(
         [num_steps, M]), the last ``state``, ``aux`` and ``report``, see ``SampleResult``.
     Raises:
         ValueError: for arguments that cannot be run, before the first update; for an energy that is not differentiable,
-            is random, writes into theta, or depends on other rows of theta; for a Laplace approximation where there is
-            none.
+            writes into theta, or depends on other rows of theta; for a random energy with an exact method; for a
+            Laplace approximation where there is none.
         FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. A Kernel instead rejects
             moves out of the support, where the energy is not finite or raises (``info["energy_raised"]`` counts these);
             a chain must start inside it.
@@ -127,7 +127,8 @@ def sample(
     rngs = generators_of(method, problem, seed, len(start), device=start.device)
     run = Run(built, objective, start, rngs, problem, draws_on=start.device)
     steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
-    infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps)
+    exact = method.requirements.all_data_in_every_update
+    infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps, exact=exact)
     draws, info = torch.stack(run.draws, 1), stack_info(infos, len(start))
     warn_of_doubts(
         method, info, draws, burn_in=problem.burn_in, first_error=objective.first_error,
@@ -147,9 +148,9 @@ def _updates(batches: Batches | None, batches_per_step: int) -> Iterator[list[An
 
 
 def _follow(
-    run: Run[Any], objective: EnergyObjective, updates: Iterator[list[Any]], rates: Iterable[float]
+    run: Run[Any], objective: EnergyObjective, updates: Iterator[list[Any]], rates: Iterable[float], *, exact: bool
 ) -> tuple[list[Info], list[Aux]]:
-    """Advance the chains update by update, and check that the energy repeats and that the chains are independent.
+    """Advance the chains update by update, and check the energy (``check_energy``).
 
     Returns:
         The diagnostics of each update, and what the energy returned beside its value at each draw, if anything.
@@ -161,10 +162,10 @@ def _follow(
         infos.append(run.update(batches, learning_rate).info)
         values = functools.partial(objective.values, batches=batches)
         if run.num_updates == 1:
-            check_energy(values, start, number=0)
+            check_energy(values, start, exact=exact, number=0)
         # chains that started at one point have parted by now, and a random factor shows where the energy is not 0
         if run.num_updates in (draw_steps[0], draw_steps[-1]):
-            check_energy(values, run.theta, number=run.num_updates)
+            check_energy(values, run.theta, exact=exact, number=run.num_updates)
         if run.num_updates in draw_steps and objective.returns_aux:
             found.append(objective.aux(run.theta, batches))
     return infos, found
