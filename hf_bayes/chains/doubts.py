@@ -22,7 +22,7 @@ def warn_of_doubts(
     *,
     burn_in: int,
     first_error: Exception | None,
-    own_step_size: bool = False,
+    own_step_size: bool,
 ) -> None:
     """Warn of chains that accepted nothing, raised exceptions, or disagree where they should not.
 
@@ -32,7 +32,7 @@ def warn_of_doubts(
         draws: [M, S, d].
         burn_in: updates before the first draw.
         first_error: the first exception that was taken for a point outside the support.
-        own_step_size: the chains found their step size, so the user has no reason to doubt it.
+        own_step_size: the run chose the step size, so the user did not judge it.
     """
     _warn_of_refusals(method.name, info, burn_in)
     _warn_of_exceptions(method.name, info, first_error)

@@ -117,8 +117,8 @@ def warn_of_resized_base(model: nn.Module, core: PreTrainedModel) -> None:
     if found != stored:
         warnings.warn(
             f"the base model has {found} tokens, and {name!r} has {stored}: it was resized in memory. A posterior does "
-            "not hold its base model, and nobody can load this one. Save the resized model (save_pretrained), load it "
-            "from there, and train that",
+            "not hold its base model, so this one loads only with the resized model. Save that model (save_pretrained) "
+            "before training, and load it from its folder",
             stacklevel=2,
         )
 
