@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -55,13 +56,29 @@ class CurrentMembers:
 def stored_temperature(calibration: Mapping[str, Any], prediction: str, num_members: int) -> float:
     """Return the temperature of the mixture that a posterior stores, or 1 if it was fitted for another prediction.
 
+    A temperature other than 1 that is left out gives a warning, because the predictions are then not calibrated.
+
     Args:
         calibration: of the posterior's config; empty without one.
         prediction: the way in which the model predicts, a name of ``gaussian_links.PREDICTIONS``.
         num_members: the number of members that it averages; 0 if it averages none.
     """
-    fits = (calibration.get("prediction"), calibration.get("num_members")) == (prediction, num_members)
-    return float(calibration["temperature"]) if fits else 1.0
+    if not calibration:
+        return 1.0
+    temperature, way = float(calibration["temperature"]), (calibration["prediction"], calibration["num_members"])
+    if way == (prediction, num_members) or temperature == 1:
+        return temperature
+    warnings.warn(
+        f"these predictions are not calibrated: the temperature of the mixture, {temperature:.3g}, was fitted for "
+        f"{_way(*way)}, and this model predicts by {_way(prediction, num_members)}. fit_calibration(posterior, rows, "
+        "prediction=..., members=...) fits one for this way; calibrated=False says that none is wanted",
+        stacklevel=2,
+    )
+    return 1.0
+
+
+def _way(prediction: str, num_members: int) -> str:
+    return f"{prediction!r} with {num_members} members" if num_members else repr(prediction)
 
 
 def share_of(theta: Tensor, group: Any) -> tuple[Tensor, DistributedMembers]:

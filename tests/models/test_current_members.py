@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hf_bayes.models.attaching import attach
+from hf_bayes.models.current_members import stored_temperature
 from tests.members.reference import mixture, relative_error, separate_logits
 from tests.models.prepared import prepared
 from tests.tiny_models import batch, tiny_llama, with_lora
@@ -24,3 +27,21 @@ def test_shown_members_answer_in_place_of_the_parameter() -> None:
 def test_members_cannot_be_spread_without_launched_processes() -> None:
     with attach(with_lora(tiny_llama())) as model, pytest.raises(ValueError, match="start it with accelerate launch"):
         model.spread_members()
+
+
+FITTED = {"temperature": 1.3, "prediction": "members", "num_members": 4}
+
+
+def test_a_temperature_of_other_predictions_is_named_and_left_out() -> None:
+    with pytest.warns(UserWarning, match=r"temperature of the mixture, 1.3, .*'single_pass'.*fit_calibration"):
+        assert stored_temperature(FITTED, "single_pass", 0) == 1
+    with pytest.warns(UserWarning, match="'members' with 4 members, and this model predicts by 'members' with 2"):
+        assert stored_temperature(FITTED, "members", 2) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("calibration", "expected"), [(FITTED, 1.3), ({}, 1.0), ({**FITTED, "num_members": 2, "temperature": 1.0}, 1.0)]
+)
+def test_nothing_is_said_where_no_temperature_is_lost(calibration: dict[str, Any], expected: float) -> None:
+    assert stored_temperature(calibration, "members", 4) == expected
