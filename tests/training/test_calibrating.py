@@ -82,6 +82,14 @@ def test_map_with_a_temperature_is_a_method(tmp_path: Path, caplog: pytest.LogCa
     assert "A shorter run probably predicts better" in caplog.text  # it has learnt ten rows by heart
 
 
+def test_the_fit_takes_all_rows_that_a_tenth_of_the_run_pays(tmp_path: Path) -> None:
+    run = trainer(tmp_path, rows=300, max_steps=400)
+    run.train()
+    rows = 0.3 * 400 * run.args.per_device_train_batch_size  # as many members as chains
+    assert 200 < rows < 300
+    assert run.posterior.config.calibration["num_terms"] == rows
+
+
 def test_the_map_estimate_beside_has_its_own_temperature(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.train()
