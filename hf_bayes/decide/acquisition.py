@@ -43,6 +43,9 @@ def acquire(
 ) -> list[int]:
     """Return the numbers of ``k`` rows to label, the most informative first.
 
+    The rules compare the members' own predictions, without a temperature of the mixture, whatever way the model
+    predicts in.
+
     Args:
         model: a Bayesian classifier of inputs with one class each.
         pool: rows; their labels, if any, are not read.

@@ -85,7 +85,8 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
 def _refuse_types(args: Any, method: Any, model: Any) -> None:
     if not isinstance(args, BayesianTrainingArguments):
         raise ValueError(
-            f"args must be BayesianTrainingArguments, got {type(args).__name__}: its defaults suit samplers"
+            f"args must be BayesianTrainingArguments, got {type(args).__name__}: put BayesianTrainingArguments in its "
+            "place. It takes the same arguments, and has other defaults"
         )
     check_config(method)
     named = is_place(model) and hasattr(args, "model_init_kwargs")  # TRL's trainers load it
