@@ -10,16 +10,16 @@ from rich.text import Text
 
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS
-from hf_bayes.diagnostics.plausibility import MAX_STRAYED
+from hf_bayes.diagnostics.plausibility import MAX_PRIOR_LOSS_RATIO
 from hf_bayes.diagnostics.verdict import MAX_CAPPED
 
 ROWS = (
     ("distance", "distance moved, prior standard deviations", ""),
-    ("strayed", "prior density lost, over what data can repay", f"below {MAX_STRAYED:g}"),
+    ("prior_loss_ratio", "prior density lost, over what data can explain", f"below {MAX_PRIOR_LOSS_RATIO:g}"),
     ("distance_in_noise", "distance moved, over the reach of noise alone", ""),
     ("unmoved", "weights that rounding held at the first update", "below 0.01"),
     ("kinetic_temperature", "kinetic temperature", "kinetic_temperature_law"),
-    ("kinetic_temperature_ruled", "kinetic temperature where the data rule", "kinetic_temperature_law"),
+    ("kinetic_temperature_informed", "the same where the data outweigh the prior", "kinetic_temperature_law"),
     ("kinetic_share", "tensors within their 99 % interval, or 10 %", "above 0.99"),
     ("kinetic_inside", "tensors within it, update by update", "0.99"),
     ("configurational_temperature", "configurational temperature", "temperature"),
@@ -57,9 +57,9 @@ def table(config: Mapping[str, Any]) -> Table:
         result.add_row(words, "above 1", *["not measured"] * shown)
     over = visible_line(f"{found.get('num_values')} {found.get('values')}, {found.get('num_terms')} terms")
     over += ", between halves" * (chains == 1)
-    if found.get("ruled_spread") is not None:
-        value, error = (number(found.get(name)) for name in ("ruled_spread", "ruled_spread_std_error"))
-        words = "configurational temperature along the directions that the data rule"
+    if found.get("informed_spread") is not None:
+        value, error = (number(found.get(name)) for name in ("informed_spread", "informed_spread_std_error"))
+        words = "configurational temperature where the data outweigh the prior"
         result.add_row(words, number(found.get("temperature")), f"{value}, s.e. {error}")
     if found.get("epistemic_drift") is not None:
         words = "epistemic uncertainty after the draws moved by the exact energy, over before"

@@ -1,4 +1,4 @@
-"""The configurational temperature along the directions that the data rule: how wide draws are where it shows.
+"""The configurational temperature where the data outweigh the prior: how wide draws are where it shows.
 
 Let c be the mean of p(theta) ~ exp(-U / T), and B any matrix. Partial integration gives (Stein's identity)
 
@@ -30,8 +30,8 @@ MAX_SPREAD_ERROR = 0.15
 as the tolerance."""
 
 
-class RuledSpread(NamedTuple):
-    """The configurational temperature along the directions that the data rule.
+class InformedSpread(NamedTuple):
+    """The configurational temperature where the data outweigh the prior.
 
     Attributes:
         temperature: its estimate.
@@ -42,18 +42,18 @@ class RuledSpread(NamedTuple):
     std_error: float
 
 
-def ruled_spread(ruled: Tensor, grad_energy: Tensor, num_ruled: float) -> RuledSpread:
+def informed_spread(informed: Tensor, grad_energy: Tensor, num_informed: float) -> InformedSpread:
     """Return the covariance of draws and gradients, summed over directions by their share of the data.
 
     The covariance does not change if all gradients have the same error, as they do if all of them come from the same
     random part of the rows.
 
     Args:
-        ruled: [S >= 2, d] B' (theta - c) of S independent draws, for any c.
+        informed: [S >= 2, d] B' (theta - c) of S independent draws, for any c.
         grad_energy: [S, d] grad U at these draws.
-        num_ruled: tr B, the number of directions that the data rule.
+        num_informed: tr B, the number of directions where the data outweigh the prior.
     """
-    count = len(ruled)
-    parts = [(part - part.mean(0)).double() for part in (ruled, grad_energy)]
-    values = (parts[0] * parts[1]).sum(1) * count / (count - 1) / num_ruled
-    return RuledSpread(float(values.mean()), float(values.std()) / math.sqrt(count))
+    count = len(informed)
+    parts = [(part - part.mean(0)).double() for part in (informed, grad_energy)]
+    values = (parts[0] * parts[1]).sum(1) * count / (count - 1) / num_informed
+    return InformedSpread(float(values.mean()), float(values.std()) / math.sqrt(count))

@@ -17,10 +17,11 @@ class Measurements:
         dim: d, the number of coordinates of a chain.
         distance: distance of each chain from its start, in prior standard deviations. After a warm start, the start is
             the end of the warm start.
-        strayed: ``plausibility.strayed`` of each chain: the loss of prior log-density over the largest plausible loss.
+        prior_loss_ratio: the loss of prior log-density of each chain over the largest plausible loss
+            (``plausibility.prior_loss_ratio``).
         kinetic_temperature: kinetic temperature of each chain, over all coordinates.
         kinetic_temperature_law: the expected kinetic temperature under the discretisation.
-        kinetic_temperature_ruled: the same along the directions that the data rule, where minibatches heat. Only
+        kinetic_temperature_informed: the same where the data outweigh the prior: minibatches heat there. Only
             samplers that find their own step size know these directions.
         heating: the share of the temperature that minibatches were allowed to add along these directions.
         kinetic_share: ``share_within_interval`` of each chain, for means after burn-in and with ``KINETIC_TOLERANCE``.
@@ -31,9 +32,9 @@ class Measurements:
         configurational_temperature: theta . grad U / d of each chain, mean after burn-in (cold_posteriors eq. 43).
         temperature: T, the expected configurational temperature.
         mirrored: True if chain 2k + 1 had minus the noise of chain 2k. Variances of the two depend on each other.
-        ruled_spread: the configurational temperature of all chains together along the directions that the data rule
-            (``diagnostics.ruled_spread``). Epistemic uncertainty is too large by about its ratio to T.
-        ruled_spread_std_error: its standard error.
+        informed_spread: the configurational temperature of all chains together where the data outweigh the prior
+            (``diagnostics.informed_spread``). Epistemic uncertainty is too large by about its ratio to T.
+        informed_spread_std_error: its standard error.
         epistemic_drift: the epistemic uncertainty of training rows after the draws of a Gaussian have moved by the
             exact energy, over the one before. It is 1 for draws of the posterior.
         kind: "chains" of a sampler; "gaussian", an approximation without chains to compare; or "optimum", the
@@ -68,10 +69,10 @@ class Measurements:
 
     dim: int
     distance: Sequence[float]
-    strayed: Sequence[float] | None = None
+    prior_loss_ratio: Sequence[float] | None = None
     kinetic_temperature: Sequence[float] | None = None
     kinetic_temperature_law: float | None = None
-    kinetic_temperature_ruled: Sequence[float] | None = None
+    kinetic_temperature_informed: Sequence[float] | None = None
     heating: float = 0.0
     kinetic_share: Sequence[float] | None = None
     kinetic_inside: Sequence[float] | None = None
@@ -79,8 +80,8 @@ class Measurements:
     configurational_temperature: Sequence[float] | None = None
     temperature: float | None = None
     mirrored: bool = False
-    ruled_spread: float | None = None
-    ruled_spread_std_error: float | None = None
+    informed_spread: float | None = None
+    informed_spread_std_error: float | None = None
     epistemic_drift: float | None = None
     kind: str = "chains"
     distance_in_noise: Sequence[float] | None = None

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_bayes.core.types import Prior
 
-MAX_STRAYED = 10.0
-"""The largest plausible ``strayed`` ratio: even a chain at ten times its temperature stays below it."""
+MAX_PRIOR_LOSS_RATIO = 10.0
+"""The largest plausible ``prior_loss_ratio``: even a chain at ten times its temperature stays below it."""
 
 
 def distance_moved(theta: Tensor, theta0: Tensor, prior_std: Tensor | float) -> Tensor:
@@ -27,12 +27,12 @@ def distance_moved(theta: Tensor, theta0: Tensor, prior_std: Tensor | float) -> 
     return torch.stack([((row - start) / width).square().mean().sqrt() for row, start, width in each])
 
 
-def has_strayed(ratio: float | None) -> bool:
-    """Check whether a chain's ``strayed`` ratio is implausible. None stands for infinity, as in saved JSON files."""
-    return ratio is None or ratio > MAX_STRAYED
+def is_implausible(ratio: float | None) -> bool:
+    """Check whether the ``prior_loss_ratio`` of a chain is implausible. None stands for infinity, as in saved files."""
+    return ratio is None or ratio > MAX_PRIOR_LOSS_RATIO
 
 
-def strayed(
+def prior_loss_ratio(
     prior: Prior, draws: Tensor, start: Tensor, *, data_nats: float, temperature: float, prior_weight: float
 ) -> Tensor | None:
     """Return, per chain, the largest loss of prior log-density over its draws, divided by the largest plausible loss.

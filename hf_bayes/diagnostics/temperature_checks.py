@@ -15,8 +15,8 @@ CONFIGURATIONAL_FACTOR = 2.0
 """The configurational temperature may be wrong by this factor: it scatters in short runs, and its variance is
 unknown."""
 
-RULED_FACTOR = 1.25
-"""The factor above the allowed heating at which the directions that the data rule count as too hot. Epistemic
+INFORMED_FACTOR = 1.25
+"""The factor above the allowed heating at which a chain counts as too hot where the data outweigh the prior. Epistemic
 uncertainty grows by about as much."""
 
 
@@ -46,17 +46,17 @@ def check_kinetic(run: Measurements) -> str | None:
     )
 
 
-def check_kinetic_ruled(run: Measurements) -> str | None:
-    """Compare the temperature of the momenta along the directions that the data rule with what ``heating`` allows."""
+def check_kinetic_informed(run: Measurements) -> str | None:
+    """Compare the temperature of the momenta where the data outweigh the prior with what ``heating`` allows."""
     law = run.kinetic_temperature_law
-    if run.kinetic_temperature_ruled is None or not law:
+    if run.kinetic_temperature_informed is None or not law:
         return None
     allowed = (1 + run.heating) * law
-    hot = [value for value in run.kinetic_temperature_ruled if value > RULED_FACTOR * allowed]
+    hot = [value for value in run.kinetic_temperature_informed if value > INFORMED_FACTOR * allowed]
     if not hot:
         return None
     return (
-        f"kinetic temperature {max(hot):.3g} along the directions that the data rule, where {allowed:.3g} is "
+        f"kinetic temperature {max(hot):.3g} where the data outweigh the prior, but at most {allowed:.3g} is "
         f"allowed ({len(hot)} of {run.num_chains} chains): their epistemic uncertainty is too large by about as "
         "much; larger batch, or lower heating"
     )

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS, rhat_by_chance
+from hf_bayes.diagnostics.informed_spread import DRIFT_TOLERANCE, MAX_SPREAD_ERROR, SPREAD_TOLERANCE
 from hf_bayes.diagnostics.measurements import Measurements
-from hf_bayes.diagnostics.plausibility import has_strayed
-from hf_bayes.diagnostics.ruled_spread import DRIFT_TOLERANCE, MAX_SPREAD_ERROR, SPREAD_TOLERANCE
+from hf_bayes.diagnostics.plausibility import is_implausible
 from hf_bayes.diagnostics.temperature_checks import (
     check_configurational,
     check_kinetic,
+    check_kinetic_informed,
     check_kinetic_of_tensors,
-    check_kinetic_ruled,
 )
 
 UNKNOWN = "convergence not"
@@ -66,10 +66,10 @@ class Diagnostics(Measurements):
             self._check_proposal_cap,
             self._check_divergences,
             lambda: check_kinetic(self),
-            lambda: check_kinetic_ruled(self),
+            lambda: check_kinetic_informed(self),
             lambda: check_kinetic_of_tensors(self),
             lambda: check_configurational(self),
-            self._check_ruled_spread,
+            self._check_informed_spread,
             self._check_drift,
             self._check_gradient_noise,
             self._check_rhat,
@@ -90,7 +90,7 @@ class Diagnostics(Measurements):
             return complaints or "converged"
         return (
             f"{complaints}. The size of epistemic uncertainty is right nevertheless (configurational temperature "
-            f"{self._found_spread} along the directions that the data rule); its ranking of inputs is not known to be"
+            f"{self._found_spread} where the data outweigh the prior); its ranking of inputs is not known to be"
         )
 
     @property
@@ -129,12 +129,12 @@ class Diagnostics(Measurements):
     def _size_by_spread(self) -> Literal["right", "too large", "too small"] | None:
         if not self._knows_spread:
             return None
-        assert self.ruled_spread is not None
-        assert self.ruled_spread_std_error is not None
+        assert self.informed_spread is not None
+        assert self.informed_spread_std_error is not None
         expected = self.temperature or 1.0
-        if abs(self.ruled_spread - expected) <= max(SPREAD_TOLERANCE * expected, 2 * self.ruled_spread_std_error):
+        if abs(self.informed_spread - expected) <= max(SPREAD_TOLERANCE * expected, 2 * self.informed_spread_std_error):
             return "right"
-        return "too large" if self.ruled_spread > expected else "too small"
+        return "too large" if self.informed_spread > expected else "too small"
 
     def summary(self) -> dict[str, Any]:
         """Return a dict for JSON: all fields, the number of chains and the verdict. Non-finite numbers become null."""
@@ -147,13 +147,13 @@ class Diagnostics(Measurements):
         return f"{_chains(broken)} not finite: lower the learning rate" if broken else None
 
     def _check_plausible(self) -> str | None:
-        strayed = [chain for chain, ratio in enumerate(self.strayed or []) if has_strayed(ratio)]
-        if not strayed or self._check_finite():
+        lost = [chain for chain, ratio in enumerate(self.prior_loss_ratio or []) if is_implausible(ratio)]
+        if not lost or self._check_finite():
             return None
         return (
-            f"{_chains(strayed, self.num_chains)} left every place that prior and data allow (the draws lost "
-            f"{max(self.strayed or []):.2g} times the nats of prior density that the data can repay): lower the "
-            "learning rate"
+            f"{_chains(lost, self.num_chains)} left every place that prior and data allow (the draws lost "
+            f"{max(self.prior_loss_ratio or []):.2g} times the nats of prior density that the data can explain): lower "
+            "the learning rate"
         )
 
     def _check_moved(self) -> str | None:
@@ -217,8 +217,8 @@ class Diagnostics(Measurements):
         share = "" if not self.num_moves else f" ({total / (self.num_moves * self.num_chains):.1%} of moves)"
         return f"{total} divergent moves{share}: smaller step size or higher target_acceptance"
 
-    def _check_ruled_spread(self) -> str | None:
-        """Compare the configurational temperature along the directions that the data rule with T."""
+    def _check_informed_spread(self) -> str | None:
+        """Compare the configurational temperature where the data outweigh the prior with T."""
         size = self._size_by_spread
         if size is None or size == "right":
             return None
@@ -227,7 +227,7 @@ class Diagnostics(Measurements):
         of_gaussian = "a sampler, or for laplace num_samples=None and structure='kronecker' or 'full'"
         remedy = of_chains if self.kind == "chains" else of_gaussian
         return (
-            f"the draws are too {'wide' if wide else 'narrow'} along the directions that the data rule "
+            f"the draws are too {'wide' if wide else 'narrow'} where the data outweigh the prior "
             f"(configurational temperature {self._found_spread} where {self.temperature or 1.0:.3g} is expected): "
             f"epistemic uncertainty is {size} by about as much; {remedy}"
         )
@@ -244,15 +244,15 @@ class Diagnostics(Measurements):
 
     @property
     def _found_spread(self) -> str:
-        return f"{self.ruled_spread:.3g} +- {self.ruled_spread_std_error:.1g}"
+        return f"{self.informed_spread:.3g} +- {self.informed_spread_std_error:.1g}"
 
     @property
     def _knows_spread(self) -> bool:
         """True if the spread was measured precisely enough to find an error of the size of the tolerance."""
-        if self.kind == "optimum" or self.ruled_spread is None or self.ruled_spread_std_error is None:
+        if self.kind == "optimum" or self.informed_spread is None or self.informed_spread_std_error is None:
             return False
-        scale = max(abs(self.ruled_spread), self.temperature or 1.0)
-        return math.isfinite(self.ruled_spread) and self.ruled_spread_std_error <= MAX_SPREAD_ERROR * scale
+        scale = max(abs(self.informed_spread), self.temperature or 1.0)
+        return math.isfinite(self.informed_spread) and self.informed_spread_std_error <= MAX_SPREAD_ERROR * scale
 
     def _check_rhat(self) -> str | None:
         if self.kind == "optimum":

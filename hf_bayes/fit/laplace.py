@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, default_data_collator
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import Problem
-from hf_bayes.diagnostics.ruled_spread import RuledSpread
+from hf_bayes.diagnostics.informed_spread import InformedSpread
 from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_likelihood, check_sizes, require_rows
@@ -191,13 +191,13 @@ def _cost(data: Any) -> float:
     return max(len(data), LEAST_ROWS * (1 + NUM_DRAWS["gaussian"])) / SPREAD_SHARE
 
 
-def _judged(spread: RuledSpread | None, theta: Tensor, config: MethodConfig) -> dict[str, Any]:
+def _judged(spread: InformedSpread | None, theta: Tensor, config: MethodConfig) -> dict[str, Any]:
     """Return the verdict on a Gaussian around given points, with the measurement behind it."""
     if spread is None:
         return {"converged": None, "verdict": f"a Gaussian around {len(theta)} given points: not assessed"}
     found: dict[str, Any] = {
-        "ruled_spread": spread.temperature,
-        "ruled_spread_std_error": spread.std_error,
+        "informed_spread": spread.temperature,
+        "informed_spread_std_error": spread.std_error,
         "kind": "gaussian",
     }
     judged = Diagnostics(dim=theta.shape[1], distance=[], temperature=config.temperature, **found).summary()

@@ -1,4 +1,4 @@
-"""The width of a posterior in the directions that the data determine, measured on training rows (``ruled_spread``)."""
+"""The width of a posterior where the data outweigh the prior, measured on training rows (``informed_spread``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import AllRows, Approximation, Prior
-from hf_bayes.diagnostics.ruled_spread import RuledSpread, ruled_spread
+from hf_bayes.diagnostics.informed_spread import InformedSpread, informed_spread
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.methods.laplace.prior_precision import precision_of
@@ -59,7 +59,7 @@ class SpreadPlan(NamedTuple):
     mirrored: bool = False
 
 
-def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) -> RuledSpread | None:
+def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) -> InformedSpread | None:
     """Return the temperature in the directions that the data determine; None if it cannot be measured.
 
     The measurement needs rows by number, one process for all chains, 4 draws, and a run that is long enough for its
@@ -79,15 +79,15 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
         if gradients is None:
             return None
         try:
-            ruled, num_ruled = _ruled(objective, plan, point, step * (draws - center), share)
+            informed, num_informed = _informed(objective, plan, point, step * (draws - center), share)
         except ValueError:  # a module has no gradients of single rows, such as one that is called twice
             return None
-    if num_ruled < 1:
+    if num_informed < 1:
         return None
-    temperature, error = ruled_spread(ruled / step, gradients / step, num_ruled)
+    temperature, error = informed_spread(informed / step, gradients / step, num_informed)
     # rows differ in the curvature that they add, with a relative standard deviation of about 1
     of_rows = temperature * math.sqrt((1 - share) / (share * data.num_rows))
-    return RuledSpread(temperature, math.hypot(error, of_rows))
+    return InformedSpread(temperature, math.hypot(error, of_rows))
 
 
 def _draws(found: Approximation, seed: int, *, mirrored: bool) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, shar
     return torch.cat(parts).cpu()
 
 
-def _ruled(
+def _informed(
     objective: ModelObjective, plan: SpreadPlan, point: Tensor, deviations: Tensor, share: float
 ) -> tuple[Tensor, float]:
     """Return B' deviations [S, d] and tr B, with B = H (H + tau)^-1 = 1 - tau (H + tau)^-1 at a point [d].
@@ -136,5 +136,5 @@ def _ruled(
     deviations = deviations.to(tau)
     # a point has no deviation: it is given, and the law of the other elements is measured
     is_random = (deviations != 0).any(0)
-    ruled = (deviations - covariance.product(tau * deviations)) * is_random
-    return ruled.cpu(), float((1 - tau * covariance.variance)[is_random].double().sum())
+    informed = (deviations - covariance.product(tau * deviations)) * is_random
+    return informed.cpu(), float((1 - tau * covariance.variance)[is_random].double().sum())

@@ -14,7 +14,7 @@ from transformers import SchedulerType
 
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Approximation, FinalPassResult
-from hf_bayes.diagnostics.ruled_spread import RuledSpread
+from hf_bayes.diagnostics.informed_spread import InformedSpread
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.member_sums import LocalMembers
@@ -132,8 +132,8 @@ class ActiveRun:
         choose = partial(self.rows.first_terms, most_rows=most)
         return Probe(self.objective, choose, self.setup.start, seed=self.host.args.seed)
 
-    def spread(self, found: Approximation) -> RuledSpread | None:
-        """Return the temperature of a finished run along the directions that the data rule; None if not measured."""
+    def spread(self, found: Approximation) -> InformedSpread | None:
+        """Return the temperature of a finished run where the data outweigh the prior; None if not measured."""
         plan = self._spread_plan(found)
         return None if plan is None else measure_spread(self.objective, plan, seed=self.host.args.seed)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Approximation
-from hf_bayes.diagnostics.plausibility import distance_moved, strayed
+from hf_bayes.diagnostics.plausibility import distance_moved, prior_loss_ratio
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_interval, widened_interval
 from hf_bayes.diagnostics.verdict import MAX_UNMOVED, Diagnostics
 from hf_bayes.training.active_run import ActiveRun
@@ -19,7 +19,7 @@ from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.trace import logged_convergence, logged_of_chains, rounded, thinned
 
 _AS_FOUND = (
-    "strayed", "kinetic_temperature", "kinetic_temperature_ruled", "kinetic_share", "kinetic_inside",
+    "prior_loss_ratio", "kinetic_temperature", "kinetic_temperature_informed", "kinetic_share", "kinetic_inside",
     "configurational_temperature", "distance_in_noise", "unmoved", "acceptance", "penalty", "beyond_series", "capped",
     "noise_ratio",
 )  # fmt: skip
@@ -83,7 +83,7 @@ class Diagnosis:
         """
         active, monitor, method = self._active, self._active.monitor, self._active.method
         draws = torch.stack(active.run.draws, 1)
-        far = self._strayed(draws)
+        far = self._prior_loss_ratios(draws)
         unmoved = {name: monitor.totals[name] for name in ("unmoved",) if name in monitor.totals and self.has_noise}
         kinetic = self._kinetic_of_chains()
         observed = self._of_all_chains(
@@ -104,8 +104,8 @@ class Diagnosis:
             # a Gaussian through the path of an optimiser (swag) stands for the posterior at T = 1
             temperature=(method.temperature or 1.0) if spread else method.temperature if has_temperature else None,
             mirrored=active.mirrored,
-            ruled_spread=None if spread is None else spread.temperature,
-            ruled_spread_std_error=None if spread is None else spread.std_error,
+            informed_spread=None if spread is None else spread.temperature,
+            informed_spread_std_error=None if spread is None else spread.std_error,
             kind=_kind(found, method),
             divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
             num_moves=moves if "acceptance" in means else None,
@@ -165,13 +165,13 @@ class Diagnosis:
         distance = distance_moved(active.run.theta, active.monitor.origin, diffusion[:, None])
         return {"distance_in_noise": distance}
 
-    def _strayed(self, draws: Tensor) -> dict[str, Tensor]:
-        """Return ``plausibility.strayed`` of draws [M, S, d], with the likelihood of the start from the probe."""
+    def _prior_loss_ratios(self, draws: Tensor) -> dict[str, Tensor]:
+        """Return ``plausibility.prior_loss_ratio`` of draws [M, S, d]; the probe has the likelihood of the start."""
         active, likelihood, start = self._active, self._active.setup.likelihood, self._active.setup.start
         assert active.monitor.probe is not None
         at_start = active.monitor.probe(start[None]).log_lik.mean()
         best = likelihood.max_log_prob(active.setup.model.num_outputs)
-        found = strayed(
+        found = prior_loss_ratio(
             active.prior,
             draws,
             start,
@@ -179,7 +179,7 @@ class Diagnosis:
             temperature=active.method.temperature,
             prior_weight=active.method.prior_weight,
         )
-        return {} if found is None else {"strayed": found}
+        return {} if found is None else {"prior_loss_ratio": found}
 
     def _kinetic_of_tensors(self) -> Tensor | None:
         """Return the mean kinetic temperature of each tensor over that of its law [M, S], after burn-in.

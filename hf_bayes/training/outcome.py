@@ -14,7 +14,7 @@ from huggingface_hub import CommitInfo, HfApi
 
 from hf_bayes.core.rng import generator
 from hf_bayes.diagnostics.comparison import difference_std_error
-from hf_bayes.diagnostics.plausibility import has_strayed
+from hf_bayes.diagnostics.plausibility import is_implausible
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.models.to_posterior import sidecars_of, to_posterior
 from hf_bayes.posteriors import storage
@@ -87,7 +87,7 @@ class Outcome:
         finished = active.finish()
         summary, trace = diagnosis.summary(finished.approximation)
         # an optimiser may well stay where it began, but not leave every plausible place
-        judged = active.method.temperature > 0 or any(map(has_strayed, summary["strayed"] or []))
+        judged = active.method.temperature > 0 or any(map(is_implausible, summary["prior_loss_ratio"] or []))
         if summary["converged"] is False and judged:
             text = "%s: checks of the chains that failed, the most serious first: %s"
             host.warn(text, active.method.name, summary["verdict"])

@@ -205,8 +205,8 @@ def noise_of(posterior: Posterior, rng: torch.Generator, count: int = 32) -> Ten
 def step_of(chains: Chains, variances: Tensor) -> float:
     """Return h by the rule of a row."""
     if chains.setting.rule == "heating":
-        ruled = chains.posterior.about.scale.flatten().square() < 0.5  # where the data say more than the prior
-        return min(MAX_STEP, math.sqrt(ALLOWED / float(variances[ruled].mean())))
+        informed = chains.posterior.about.scale.flatten().square() < 0.5  # where the data say more than the prior
+        return min(MAX_STEP, math.sqrt(ALLOWED / float(variances[informed].mean())))
     step, power = 0.05, 6 if chains.setting.rule == "batch" else 2
     for _ in range(PILOTS):  # the variance grows about as the sixth power of h, or as its square
         step *= min(2.0, max(0.5, (TARGET / chains.energy_variance(step)) ** (1 / power)))

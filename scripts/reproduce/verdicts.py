@@ -271,9 +271,9 @@ def _yes(value: bool) -> str:
 
 
 def _spread(found: Diagnostics) -> str:
-    if found.ruled_spread is None:
+    if found.informed_spread is None:
         return "-"
-    return f"{found.ruled_spread:.2f} ± {found.ruled_spread_std_error:.2f}"
+    return f"{found.informed_spread:.2f} ± {found.informed_spread_std_error:.2f}"
 
 
 def _drift(found: Diagnostics) -> str:

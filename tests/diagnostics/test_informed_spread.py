@@ -1,11 +1,11 @@
-"""The temperature along the directions that the data rule, for Gaussian targets."""
+"""The temperature where the data outweigh the prior, for Gaussian targets."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hf_bayes.diagnostics.ruled_spread import RuledSpread, ruled_spread
+from hf_bayes.diagnostics.informed_spread import InformedSpread, informed_spread
 
 DIM, PRIOR_PRECISION = 40, 1.0
 
@@ -19,14 +19,14 @@ def problem() -> tuple[Tensor, Tensor]:
     return curvature, torch.linalg.inv(curvature + PRIOR_PRECISION * torch.eye(DIM))
 
 
-def measured(covariance: Tensor, *, error: float = 0.0, num_draws: int = 100) -> RuledSpread:
+def measured(covariance: Tensor, *, error: float = 0.0, num_draws: int = 100) -> InformedSpread:
     """Return the spread of draws of N(0, covariance); all gradients have the same ``error``."""
     curvature, posterior = problem()
     noise = torch.randn(num_draws, DIM, generator=torch.Generator().manual_seed(2)).double()
     draws = noise @ torch.linalg.cholesky(covariance).T
     share = curvature @ posterior
     gradients = draws @ (curvature + PRIOR_PRECISION * torch.eye(DIM)) + error
-    return ruled_spread(draws @ share, gradients, float(share.trace()))
+    return informed_spread(draws @ share, gradients, float(share.trace()))
 
 
 def test_draws_of_the_posterior_have_temperature_one() -> None:
@@ -41,7 +41,7 @@ def test_a_posterior_twice_as_wide_has_temperature_two() -> None:
 
 
 def test_a_diagonal_covariance_with_the_right_precisions_is_caught() -> None:
-    """The broken twin: without correlations the directions that the data rule are too wide, and others too narrow."""
+    """The broken twin: without correlations draws are too wide where the data outweigh the prior, else too narrow."""
     curvature, _ = problem()
     diagonal = (1 / (curvature.diagonal() + PRIOR_PRECISION)).diag()
     assert measured(diagonal).temperature > 1.3

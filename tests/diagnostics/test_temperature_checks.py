@@ -26,11 +26,11 @@ def test_tensor_and_position_temperatures_may_vary_by_chance() -> None:
 
 
 def test_heat_where_the_data_rule_counts_beyond_what_was_allowed() -> None:
-    ruled = {"kinetic_temperature_law": 1.0, "heating": 0.1}
-    assert dataclasses.replace(GOOD, **ruled, kinetic_temperature_ruled=[1.37] * 4).verdict == "converged"
-    verdict = dataclasses.replace(GOOD, **ruled, kinetic_temperature_ruled=[1.38, 1.1, 1.1, 1.1]).verdict
+    informed = {"kinetic_temperature_law": 1.0, "heating": 0.1}
+    assert dataclasses.replace(GOOD, **informed, kinetic_temperature_informed=[1.37] * 4).verdict == "converged"
+    verdict = dataclasses.replace(GOOD, **informed, kinetic_temperature_informed=[1.38, 1.1, 1.1, 1.1]).verdict
     assert verdict.startswith(
-        "kinetic temperature 1.38 along the directions that the data rule, where 1.1 is allowed (1 of 4 chains): "
+        "kinetic temperature 1.38 where the data outweigh the prior, but at most 1.1 is allowed (1 of 4 chains): "
         "their epistemic uncertainty is too large by about as much"
     )
 

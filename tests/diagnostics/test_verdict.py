@@ -141,49 +141,49 @@ def test_summary_is_strict_json() -> None:
 
 
 def test_a_spread_that_is_wrong_is_named_with_its_side() -> None:
-    right = dataclasses.replace(GOOD, temperature=1.0, ruled_spread=1.1, ruled_spread_std_error=0.03)
+    right = dataclasses.replace(GOOD, temperature=1.0, informed_spread=1.1, informed_spread_std_error=0.03)
     assert right.verdict == "converged"
-    wide, narrow = (dataclasses.replace(right, ruled_spread=value) for value in (1.4, 0.6))
-    assert wide.verdict.startswith("the draws are too wide along the directions that the data rule")
+    wide, narrow = (dataclasses.replace(right, informed_spread=value) for value in (1.4, 0.6))
+    assert wide.verdict.startswith("the draws are too wide where the data outweigh the prior")
     assert "epistemic uncertainty is too small by about as much" in narrow.verdict
     # twice the standard error explains it
-    assert dataclasses.replace(wide, ruled_spread_std_error=0.2).verdict == "converged"
+    assert dataclasses.replace(wide, informed_spread_std_error=0.2).verdict == "converged"
     assert dataclasses.replace(wide, temperature=1.4).verdict == "converged"
 
 
 def test_too_few_draws_of_the_right_spread_have_the_right_size() -> None:
-    few = dataclasses.replace(GOOD, ess=40.0, temperature=0.5, ruled_spread=0.52, ruled_spread_std_error=0.02)
+    few = dataclasses.replace(GOOD, ess=40.0, temperature=0.5, informed_spread=0.52, informed_spread_std_error=0.02)
     assert few.converged is False
     assert few.epistemic_size == "right"
     assert few.verdict.startswith("ESS 40, 100 needed")
     assert ". The size of epistemic uncertainty is right nevertheless (configurational temperature 0.52" in few.verdict
     assert few.summary()["epistemic_size"] == "right"
     # the twin: the same few draws, too wide for T = 0.5, or of a spread that was not measured well enough
-    wide = dataclasses.replace(few, ruled_spread=1.0)
+    wide = dataclasses.replace(few, informed_spread=1.0)
     assert wide.epistemic_size == "too large"
-    vague = dataclasses.replace(few, ruled_spread_std_error=0.1)
+    vague = dataclasses.replace(few, informed_spread_std_error=0.1)
     assert vague.epistemic_size is None
     assert not any("nevertheless" in other.verdict for other in (wide, vague))
     assert dataclasses.replace(few, kind="optimum").epistemic_size is None
 
 
 def test_an_unmeasured_run_stays_unknown_with_the_right_spread() -> None:
-    unknown = dataclasses.replace(GOOD, rhat=None, temperature=1.0, ruled_spread=1.0, ruled_spread_std_error=0.02)
+    unknown = dataclasses.replace(GOOD, rhat=None, temperature=1.0, informed_spread=1.0, informed_spread_std_error=0.02)
     assert unknown.verdict.startswith("convergence not measured: no R-hat. The size of epistemic")
     assert unknown.converged is None
 
 
 def test_a_gaussian_is_judged_by_its_spread_alone() -> None:
-    gaussian = Diagnostics(dim=9, distance=[0.3], kind="gaussian", ruled_spread=1.05, ruled_spread_std_error=0.05)
+    gaussian = Diagnostics(dim=9, distance=[0.3], kind="gaussian", informed_spread=1.05, informed_spread_std_error=0.05)
     assert gaussian.verdict == "converged"
-    assert dataclasses.replace(gaussian, ruled_spread=1.9).converged is False
-    vague = dataclasses.replace(gaussian, ruled_spread_std_error=0.5)
+    assert dataclasses.replace(gaussian, informed_spread=1.9).converged is False
+    vague = dataclasses.replace(gaussian, informed_spread_std_error=0.5)
     assert vague.verdict == "convergence not measured: the Gaussian was not compared with the posterior"
     assert vague.converged is None
 
 
 def test_a_gaussian_whose_uncertainty_drifts_is_not_called_right() -> None:
-    gaussian = Diagnostics(dim=9, distance=[0.3], kind="gaussian", ruled_spread=1.01, ruled_spread_std_error=0.04)
+    gaussian = Diagnostics(dim=9, distance=[0.3], kind="gaussian", informed_spread=1.01, informed_spread_std_error=0.04)
     for drift, size in ((0.79, "too large"), (0.85, "right"), (1.19, "right"), (1.3, "too small"), (None, "right")):
         found = dataclasses.replace(gaussian, epistemic_drift=drift)
         assert found.epistemic_size == size
@@ -191,7 +191,7 @@ def test_a_gaussian_whose_uncertainty_drifts_is_not_called_right() -> None:
     large = dataclasses.replace(gaussian, epistemic_drift=0.79)
     assert large.verdict.startswith("epistemic uncertainty is too large: it changes by a factor of 0.79 on training")
     # the spread is said first, and once
-    assert "changes by a factor" not in dataclasses.replace(large, ruled_spread=1.9).verdict
+    assert "changes by a factor" not in dataclasses.replace(large, informed_spread=1.9).verdict
 
 
 def test_a_temperature_chosen_by_predictions_asks_for_no_draws() -> None:
@@ -204,13 +204,13 @@ def test_a_temperature_chosen_by_predictions_asks_for_no_draws() -> None:
     given = dataclasses.replace(chosen, chosen_temperature=None)
     assert given.converged is False
     assert given.verdict == "R-hat 3.00 over 4 chains: longer burn-in"
-    for lost in ({"distance": [math.inf, 0.2, 0.3, 0.4]}, {"strayed": [1e3] * 4}):  # no place to predict from
+    for lost in ({"distance": [math.inf, 0.2, 0.3, 0.4]}, {"prior_loss_ratio": [1e3] * 4}):  # no place to predict from
         assert dataclasses.replace(chosen, **lost).converged is False
     assert dataclasses.replace(GOOD, chosen_temperature=0.3).verdict == "converged"
 
 
 def test_members_of_an_optimiser_are_called_no_draws() -> None:
-    members = dataclasses.replace(GOOD, kind="optimum", ruled_spread=1.0, ruled_spread_std_error=0.01)
+    members = dataclasses.replace(GOOD, kind="optimum", informed_spread=1.0, informed_spread_std_error=0.01)
     assert members.verdict.startswith("convergence not defined: members of an optimiser are no draws")
     assert members.converged is None
 
@@ -219,10 +219,10 @@ def test_many_short_chains_with_the_right_spread_agree() -> None:
     """R-hat^2 = 1 + 2 K / ESS: 1.09 of 16 chains is an ESS of 170, and 1.3 one of 46."""
     short = dataclasses.replace(
         Diagnostics(dim=9, distance=[0.3] * 16, rhat=1.09, ess=170.0, num_values=100),
-        temperature=1.0, ruled_spread=1.0, ruled_spread_std_error=0.03,
+        temperature=1.0, informed_spread=1.0, informed_spread_std_error=0.03,
     )  # fmt: skip
     assert short.verdict == "converged"
-    assert dataclasses.replace(short, ruled_spread=None).verdict.startswith("R-hat 1.09 over 16 chains")
+    assert dataclasses.replace(short, informed_spread=None).verdict.startswith("R-hat 1.09 over 16 chains")
     assert dataclasses.replace(short, rhat=1.3).verdict.startswith("R-hat 1.30 over 16 chains")
     # of mirrored chains pairs count: 1.11 of 16 chains, of which 8 are independent, is above 1.10
     mirrored = dataclasses.replace(short, rhat=1.11, mirrored=True)

@@ -267,7 +267,7 @@ FAULTS = (
           "largest >= self.num_tokens:", "largest > self.num_tokens:",
           ("models/test_input_check.py::test_bad_inputs_are_refused_at_every_entrance",)),
     Fault("chains that left every plausible place pass", "diagnostics/plausibility.py",
-          "return ratio is None or ratio > MAX_STRAYED", "return ratio is None",
+          "return ratio is None or ratio > MAX_PRIOR_LOSS_RATIO", "return ratio is None",
           ("diagnostics/test_plausibility.py::test_a_rate_that_destroys_the_model_is_no_silence",)),
     Fault("errors that others follow from keep their control characters", "core/text_safety.py",
           "for each in _chain(error):", "for each in [error]:",

@@ -45,7 +45,7 @@ RECOMMENDED = (
           '{"ladder": None}',
           (f"{LADDER}test_the_record_and_the_rest_of_the_run_have_the_chosen_settings",)),
     Fault("heat is averaged over all directions", "methods/sgmcmc/whitening.py",
-          "torch.where(ruled, along.square(), 0.0).sum(1) / ruled.sum(1)", "along.square().mean(1)",
+          "torch.where(informed, along.square(), 0.0).sum(1) / informed.sum(1)", "along.square().mean(1)",
           ("methods/sgmcmc/test_whitening.py::test_heat_is_measured_where_the_data_rule[1.5]",)),
     Fault("a method is chosen by too few held-out rows", "methods/recommended.py",
           "elif held < least:", "elif not held:",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.types import Approximation
-from hf_bayes.diagnostics.ruled_spread import RuledSpread
+from hf_bayes.diagnostics.informed_spread import InformedSpread
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.covariance import Full
 from hf_bayes.distributions.energy import GaussianPrior
@@ -29,7 +29,7 @@ def laplace(objective: ModelObjective, factor: float) -> Gaussian:
     return Gaussian(theta.clone(), (Full(torch.linalg.cholesky(precision)),))
 
 
-def measured(found: Approximation, objective: ModelObjective, *, num_gradients: float = 1e6) -> RuledSpread | None:
+def measured(found: Approximation, objective: ModelObjective, *, num_gradients: float = 1e6) -> InformedSpread | None:
     shapes = objective.model.layout.named_shapes
     return measure_spread(objective, SpreadPlan(found, PRIOR, shapes, 1.0, True, num_gradients), seed=0)
 

@@ -18,19 +18,19 @@ from tests.scripts.test_golds import small_target
 
 def run_of(eu: float, **measurements: Any) -> dict[str, Any]:
     """Return the record of a run of four chains."""
-    known = {"rhat": 1.01, "ess": 400.0, "num_values": 100, "temperature": 1.0, "ruled_spread_std_error": 0.03}
+    known = {"rhat": 1.01, "ess": 400.0, "num_values": 100, "temperature": 1.0, "informed_spread_std_error": 0.03}
     return {"eu": eu, "measurements": {"dim": 9, "distance": [0.3] * 4, **known, **measurements}}
 
 
 def test_too_few_draws_agree_in_size_and_not_in_convergence() -> None:
-    few = run_of(1.05, ruled_spread=1.02, ess=40.0)
+    few = run_of(1.05, informed_spread=1.02, ess=40.0)
     assert size_agrees(few)
     assert not agrees(few)
-    hot = run_of(1.5, ruled_spread=1.6, ess=40.0)
+    hot = run_of(1.5, informed_spread=1.6, ess=40.0)
     assert size_agrees(hot)
     assert agrees(hot)
     # the twin: a spread that says "right" of an EU that is wrong
-    assert not size_agrees(run_of(1.5, ruled_spread=1.02))
+    assert not size_agrees(run_of(1.5, informed_spread=1.02))
 
 
 def test_a_run_is_measured_against_its_gold(monkeypatch: pytest.MonkeyPatch) -> None:

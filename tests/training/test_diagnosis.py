@@ -59,7 +59,7 @@ def test_looking_does_not_change_the_chains(tmp_path: Path) -> None:
 def test_at_temperature_zero_nothing_is_held_against_a_law(tmp_path: Path, config: Any) -> None:
     found = run(tmp_path, config, gradient_accumulation_steps=2).posterior.config.diagnostics
     assert found["verdict"].startswith("convergence not defined: members of an optimiser are no draws")
-    assert found["ruled_spread"] is None
+    assert found["informed_spread"] is None
     assert found["converged"] is None
 
 

@@ -207,9 +207,9 @@ def _rotated(flat: Tensor, shape: tuple[int, ...], bases: list[Tensor], *, back:
     return rotated.flatten(1)
 
 
-def ruled_by_data(roots: Roots, packed: Tensor, prior: Prior) -> Tensor:
+def informed_by_data(roots: Roots, packed: Tensor, prior: Prior) -> Tensor:
     """Return the directions [M, d] in which H > tau: S S' < half the prior's variance. All where there are none."""
     variances = roots.variances(packed)
     variance = precision_of(prior, variances[0]).variance
-    ruled: Tensor = variances < roots.of_prior(variance) / 2
-    return ruled | ~ruled.any(1, keepdim=True)
+    informed: Tensor = variances < roots.of_prior(variance) / 2
+    return informed | ~informed.any(1, keepdim=True)

@@ -2,7 +2,7 @@
 
 Some minibatches are evaluated at two points each: theta_0, and theta_1 = theta_0 + sqrt(T) S v with v ~ N(0, I), a draw
 of the Laplace approximation. Their gradients g_0 and g_1 of U in whitened coordinates (``whitening``) give, in the
-directions that the data rule,
+directions where the data outweigh the prior,
 
     V_0, V_1    the variance of an element of g_0 and of g_1 over minibatches
     V_d         the variance of an element of g_1 - g_0: what remains with a control variate at theta_0
@@ -78,21 +78,21 @@ def begin(theta: Tensor) -> Trial:
     return Trial(theta.new_zeros(rows, 2, dim), theta.new_zeros(rows, 3), theta.new_zeros(rows), count)
 
 
-def take(trial: Trial, gradients: Tensor, direction: Tensor, ruled: Tensor) -> Trial:
+def take(trial: Trial, gradients: Tensor, direction: Tensor, informed: Tensor) -> Trial:
     """Return the trial after one more minibatch.
 
     Args:
         gradients: [M, 2, d] g_0 and g_1.
         direction: [M, d] sqrt(T) v.
-        ruled: [M, d] 1 in directions that the data rule, otherwise 0.
+        informed: [M, d] 1 in directions where the data outweigh the prior, otherwise 0.
     """
     count, squares = trial.num_taken + 1, trial.squares
     if int(count[0]) % 2 == 0:  # all chains have done the same number of updates
         change = gradients - trial.previous
         pairs = torch.stack([change[:, 0], change[:, 1], change[:, 1] - change[:, 0]], 1).square() / 2
-        squares = squares + (pairs * ruled[:, None]).sum(2) / ruled.sum(1, keepdim=True)
-    rise = (gradients[:, 1] - gradients[:, 0]) * direction * ruled
-    slope = trial.slope + rise.sum(1) / (direction.square() * ruled).sum(1)
+        squares = squares + (pairs * informed[:, None]).sum(2) / informed.sum(1, keepdim=True)
+    rise = (gradients[:, 1] - gradients[:, 0]) * direction * informed
+    slope = trial.slope + rise.sum(1) / (direction.square() * informed).sum(1)
     return Trial(gradients, squares, slope, count)
 
 

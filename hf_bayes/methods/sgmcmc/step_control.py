@@ -6,9 +6,9 @@ A step size h is found at theta_0. Where the chain goes, two things may differ.
   kinetic temperature of a chain above ``MAX_HEAT`` times its law scales momenta and move back to that law, and every
   ``PATIENCE``-th update that does so shrinks h by ``SHRINKAGE``.
 * *Noise.* Away from a mode some rows are fitted badly, and the gradients of minibatches differ more. They then heat the
-  directions that the data rule, which are too few to show in the mean of all momenta. A chain that is heated goes
-  further away, where the noise is larger still. So V is measured along the way as well, from the gradients of every two
-  updates. Where it exceeds ``MAX_GROWTH`` times the V of the step size, h is found anew from it.
+  chain where the data outweigh the prior. These directions are too few to show in the mean of all momenta. A chain that
+  is heated goes further away, where the noise is larger still. So V is measured along the way as well, from the
+  gradients of every two updates. Where it exceeds ``MAX_GROWTH`` times the V of the step size, h is found anew from it.
 
 Both only ever shrink h, and leave alone a chain in equilibrium whose energy is quadratic. So its target does not
 change.
@@ -54,7 +54,7 @@ class PathNoise(NamedTuple):
     Attributes:
         previous: [M, d] the gradient of U in the last update, in whitened coordinates.
         num_seen: [M] int64, gradients since the chain started or was moved.
-        variance: [M] V of a direction that the data rule: a mean over about the last ``WINDOW`` pairs.
+        variance: [M] V of a direction where the data outweigh the prior: a mean over about the last ``WINDOW`` pairs.
     """
 
     previous: Tensor
@@ -78,17 +78,17 @@ def moved(noise: PathNoise) -> PathNoise:
     return noise._replace(num_seen=torch.zeros_like(noise.num_seen))
 
 
-def take(noise: PathNoise, gradient: Tensor, along: Callable[[Tensor], Tensor], ruled: Tensor) -> PathNoise:
+def take(noise: PathNoise, gradient: Tensor, along: Callable[[Tensor], Tensor], informed: Tensor) -> PathNoise:
     """Return it after one more update. Within a pair a chain moves by little more than nothing, and noise is new.
 
     Args:
         gradient: [M, d] of U, in whitened coordinates.
         along: returns vectors [M, d] along the axes of S.
-        ruled: [M, d] True for axes that the data rule.
+        informed: [M, d] True for axes where the data outweigh the prior.
     """
     count = noise.num_seen + 1
     change = along(gradient - noise.previous)
-    squares = torch.where(ruled, change.square(), 0.0).sum(1) / (2 * ruled.sum(1))
+    squares = torch.where(informed, change.square(), 0.0).sum(1) / (2 * informed.sum(1))
     mean = noise.variance + (squares - noise.variance) / WINDOW
     return PathNoise(gradient, count, torch.where(count % 2 == 0, mean, noise.variance))
 

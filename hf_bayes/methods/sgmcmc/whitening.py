@@ -6,9 +6,9 @@ The chain stands at theta_0, the end of its warm start. Three things happen ther
    posterior's covariance, S S' = (H + tau)^-1, the sampler moves v of theta = theta_0 + S v. In v the energy U has a
    curvature of about 1 in every direction. S does not change any more, so exp(-U / T) stays the target.
 2. Some minibatches give V, the variance of an element of S' grad U over minibatches. It is the mean over the
-   directions that the data rule, where H > tau. theta does not move meanwhile. Each minibatch is evaluated at theta_0
-   and at a draw of the Laplace approximation. This decides where the chain starts, and if its gradients have a control
-   variate (``laplace_trial``).
+   directions where the data outweigh the prior (H > tau). theta does not move meanwhile. Each minibatch is evaluated at
+   theta_0 and at a draw of the Laplace approximation. This decides where the chain starts, and if its gradients have a
+   control variate (``laplace_trial``).
 3. The step size follows from the heating that is allowed. A gradient of variance V adds h^2 V / (2 (1 - beta)) to T
    (``sghmc``), hence
 
@@ -42,7 +42,7 @@ from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
 from hf_bayes.methods.sgmcmc import laplace_trial, step_control
-from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, KroneckerRoots, Roots, ruled_by_data
+from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, KroneckerRoots, Roots, informed_by_data
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.laplace_trial import Choice, Trial
 from hf_bayes.methods.sgmcmc.step_control import PathNoise, relaxation_of
@@ -53,10 +53,11 @@ MAX_STEP = 0.2
 
 MAX_MEASURED = 24
 """The largest number of minibatches that V is measured from, at two points each. They give 12 pairs. In a single
-direction the standard error of V would be sqrt(2 / 12) = 40 %; V is a mean over all directions that the data rule."""
+direction the standard error of V would be sqrt(2 / 12) = 40 %; V is a mean over all directions where the data
+outweigh the prior."""
 
-RULED_PERIOD = 8
-"""Updates between two measurements of the temperature along the directions that the data rule."""
+INFORMED_PERIOD = 8
+"""Updates between two measurements of the temperature where the data outweigh the prior."""
 
 MAX_BASIS = 2**22
 """The largest number of elements in the bases of eigenvectors, for a chain: 16 MiB."""
@@ -233,8 +234,8 @@ class WhitenedSampler:
         log_density = evaluation.log_lik + (weight * prior.log_prob(state.theta)).to(evaluation.log_lik)
         before = inner_state(state)
         after, info = self.sampler.update(before, Evaluation(log_density, scale * gradient), lr * peak, rngs)
-        if hasattr(after, "momentum") and int(after.step[0]) % RULED_PERIOD == 0:  # the same for all chains
-            info = info | {"kinetic_temperature_ruled": self._ruled_temperature(state, after.momentum)}
+        if hasattr(after, "momentum") and int(after.step[0]) % INFORMED_PERIOD == 0:  # the same for all chains
+            info = info | {"kinetic_temperature_informed": self._informed_temperature(state, after.momentum)}
         own = _with_path(_own(state), self._path_after(state, gradient))
         step_size = step_control.step_for_noise(own.step_size, _path(own), self._allowed)
         law = info.get("kinetic_temperature_law")
@@ -257,8 +258,8 @@ class WhitenedSampler:
         both = self._whitened(state, state.theta, at_start), self._whitened(state, draw, at_draw)
         axes = functools.partial(self.roots.along_axes, state.root)
         gradients = torch.stack([-axes(gradient) for gradient in both], 1)
-        ruled = ruled_by_data(self.roots, state.root, self.problem.prior).to(state.theta)
-        trial = laplace_trial.take(_trial(state), gradients, axes(state.direction), ruled)
+        informed = informed_by_data(self.roots, state.root, self.problem.prior).to(state.theta)
+        trial = laplace_trial.take(_trial(state), gradients, axes(state.direction), informed)
         state = state._replace(**{f"trial_{name}": value for name, value in trial._asdict().items()})
         if int(trial.num_taken[0]) < self.num_measured:
             return state
@@ -271,14 +272,14 @@ class WhitenedSampler:
 
     def _path_after(self, state: Any, gradient: Tensor) -> PathNoise:
         """Return the noise along the way with the gradient of one more update."""
-        ruled = ruled_by_data(self.roots, state.root, self.problem.prior)
-        return step_control.take(_path(state), gradient, functools.partial(self.roots.along_axes, state.root), ruled)
+        informed = informed_by_data(self.roots, state.root, self.problem.prior)
+        return step_control.take(_path(state), gradient, functools.partial(self.roots.along_axes, state.root), informed)
 
-    def _ruled_temperature(self, state: Any, momentum: Tensor) -> Tensor:
-        """Return [M] the kinetic temperature along the directions that the data rule, where minibatches heat."""
-        ruled = ruled_by_data(self.roots, state.root, self.problem.prior)
+    def _informed_temperature(self, state: Any, momentum: Tensor) -> Tensor:
+        """Return [M] the kinetic temperature where the data outweigh the prior, where minibatches heat."""
+        informed = informed_by_data(self.roots, state.root, self.problem.prior)
         along = self.roots.along_axes(state.root, momentum)
-        return torch.where(ruled, along.square(), 0.0).sum(1) / ruled.sum(1)
+        return torch.where(informed, along.square(), 0.0).sum(1) / informed.sum(1)
 
     def _whitened(self, state: Any, theta: Tensor, grad_log_lik: Tensor) -> Tensor:
         """Return minus S' grad U at theta, from the gradient of the log-likelihood."""

@@ -23,7 +23,7 @@ from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
 
 PRIOR_STD = 0.5
 CURVATURE = torch.cat([torch.full((20,), h) for h in (1e6, 1e3, 40.0, 0.01)]).double()
-"""H: stiff, softer, ruled by the data in part (tau is 4), and ruled by the prior."""
+"""H: stiff, softer, informed by the data in part (tau is 4), and informed by the prior."""
 SAMPLERS = [SGHMCConfig, SGLDConfig, BAOABConfig, SGNHTConfig]
 
 

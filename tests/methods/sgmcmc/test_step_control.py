@@ -23,9 +23,9 @@ class Moving(NamedTuple):
 def of_gradients(gradients: list[list[float]], variance: float = 4.0) -> Tensor:
     """Return V of one chain after these gradients; the last direction is the prior's."""
     noise = step_control.begin(torch.tensor([variance]), len(gradients[0]))
-    ruled = torch.tensor([[True] * (len(gradients[0]) - 1) + [False]])
+    informed = torch.tensor([[True] * (len(gradients[0]) - 1) + [False]])
     for gradient in gradients:
-        noise = step_control.take(noise, torch.tensor([gradient]), torch.clone, ruled)
+        noise = step_control.take(noise, torch.tensor([gradient]), torch.clone, informed)
     return noise.variance
 
 
@@ -50,9 +50,9 @@ def test_pairs_have_no_gradient_in_common() -> None:
 
 def test_a_chain_that_was_moved_begins_a_new_pair() -> None:
     noise = step_control.begin(torch.tensor([4.0]), 1)
-    ruled = torch.tensor([[True]])
-    noise = step_control.take(noise, torch.tensor([[1.0]]), torch.clone, ruled)
-    noise = step_control.take(step_control.moved(noise), torch.tensor([[1e6]]), torch.clone, ruled)
+    informed = torch.tensor([[True]])
+    noise = step_control.take(noise, torch.tensor([[1.0]]), torch.clone, informed)
+    noise = step_control.take(step_control.moved(noise), torch.tensor([[1e6]]), torch.clone, informed)
     assert noise.variance.item() == 4.0
 
 
@@ -60,10 +60,10 @@ def test_a_chain_that_was_moved_begins_a_new_pair() -> None:
 @pytest.mark.parametrize("start", [1.0, 100.0])
 def test_the_mean_forgets_where_the_chain_started(start: float) -> None:
     noise, rng = step_control.begin(torch.full((3,), start), 50), generator("gradients", 0)
-    ruled = torch.ones(3, 50, dtype=torch.bool)
+    informed = torch.ones(3, 50, dtype=torch.bool)
     for _ in range(400):
         gradient = 3 * torch.randn(3, 50, generator=rng)
-        noise = step_control.take(noise, gradient, torch.clone, ruled)
+        noise = step_control.take(noise, gradient, torch.clone, informed)
     # 200 pairs leave (11/12)^200 of the start; about 2 x 12 pairs x 50 directions: 4 %
     assert noise.variance.tolist() == pytest.approx([9.0] * 3, rel=0.16)
 

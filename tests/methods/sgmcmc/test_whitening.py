@@ -72,13 +72,13 @@ def test_gradient_noise_heats_as_much_as_it_was_allowed_to() -> None:
 
 def temperatures(run: Run[Any], steps: int) -> dict[str, float]:
     """Return means of the two kinetic temperatures over their law, over further updates."""
-    found: dict[str, list[Tensor]] = {"kinetic_temperature": [], "kinetic_temperature_ruled": []}
+    found: dict[str, list[Tensor]] = {"kinetic_temperature": [], "kinetic_temperature_informed": []}
     for _ in range(steps):
         info = run.update([None], 1.0).info
         for name, values in found.items():
             if name in info:
                 values.append(info[name] / info["kinetic_temperature_law"])
-    assert len(found["kinetic_temperature_ruled"]) == steps // whitening.RULED_PERIOD
+    assert len(found["kinetic_temperature_informed"]) == steps // whitening.INFORMED_PERIOD
     return {name: float(torch.stack(values).mean()) for name, values in found.items()}
 
 
@@ -92,9 +92,9 @@ def test_heat_is_measured_where_the_data_rule(heating: float, monkeypatch: pytes
         run.update([None], 1.0)
     found = temperatures(run, 4000)
     # 4 chains x 500 looks x 60 directions, correlated over 10 updates: 0.5 %; V is measured to 8 % of the heating
-    ruled = 1 + heating * (1 + 1 / 1.004 + 1 / 1.1) / 3
-    assert found["kinetic_temperature_ruled"] == pytest.approx(ruled, rel=0.02 + 0.08 * heating)
-    assert found["kinetic_temperature"] < 1 + 0.85 * (found["kinetic_temperature_ruled"] - 1)
+    informed = 1 + heating * (1 + 1 / 1.004 + 1 / 1.1) / 3
+    assert found["kinetic_temperature_informed"] == pytest.approx(informed, rel=0.02 + 0.08 * heating)
+    assert found["kinetic_temperature"] < 1 + 0.85 * (found["kinetic_temperature_informed"] - 1)
 
 
 def test_the_step_size_is_that_of_the_allowed_heating() -> None:
