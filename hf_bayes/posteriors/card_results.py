@@ -23,7 +23,7 @@ PICTURE = "heat_map.png"
 """A picture of a text with coloured tokens, beside the card."""
 NAMES = {
     "nll": "Negative log-likelihood of the mixture (nats)",
-    "calibrated_nll": "NLL with the fitted temperature of the mixture (nats)",
+    "calibrated_nll": "NLL with the temperature of the mixture, cross-validated (nats)",
     "perplexity": "Perplexity of the mixture",
     "accuracy": "Accuracy",
     "ece": "Expected calibration error",

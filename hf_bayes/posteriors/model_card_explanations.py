@@ -111,7 +111,7 @@ METRICS = {
     "map_nll_difference_std_error": "Standard error of nll - map_nll. A difference is significant above twice this.",
     "member_nll": "Mean NLL of single members. The NLL of their average, nll, is never worse.",
     "mse": "Mean squared error of the predicted mean. Lower is better.",
-    "nll": "Negative log-likelihood of the average of the members. Lower is better.",
+    "nll": "NLL of the members' average, at the temperature of the mixture if one is stored. Lower is better.",
     "perplexity": "exp(nll) of a language model, per token. Lower is better.",
     "predictive_std": "Mean predicted standard deviation, noise of the labels included.",
     "total": "Mean entropy of the predictions: aleatoric + epistemic.",
