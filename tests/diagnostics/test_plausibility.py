@@ -37,7 +37,7 @@ def test_data_may_pull_as_far_as_they_repay() -> None:
     assert prior_loss_ratio(prior, draws, start, **{**LAW, "prior_weight": 0.0}) is None
 
 
-def test_draws_that_are_not_finite_have_prior_loss_ratios() -> None:
+def test_draws_that_are_not_finite_are_implausible() -> None:
     prior = GaussianPrior(torch.zeros(()), torch.tensor(1.0))
     draws = torch.stack([torch.full((1, DIM), value) for value in (1e30, float("nan"))])
     assert prior_loss_ratio(prior, draws, torch.zeros(DIM), **LAW).tolist() == [torch.inf, torch.inf]

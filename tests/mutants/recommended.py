@@ -46,7 +46,7 @@ RECOMMENDED = (
           (f"{LADDER}test_the_record_and_the_rest_of_the_run_have_the_chosen_settings",)),
     Fault("heat is averaged over all directions", "methods/sgmcmc/whitening.py",
           "torch.where(informed, along.square(), 0.0).sum(1) / informed.sum(1)", "along.square().mean(1)",
-          ("methods/sgmcmc/test_whitening.py::test_heat_is_measured_where_the_data_rule[1.5]",)),
+          ("methods/sgmcmc/test_whitening.py::test_heat_is_measured_where_the_data_outweigh_the_prior[1.5]",)),
     Fault("a method is chosen by too few held-out rows", "methods/recommended.py",
           "elif held < least:", "elif not held:",
           ("methods/test_recommended.py::test_without_a_choice_it_is_an_ensemble",)),

@@ -23,7 +23,7 @@ from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
 
 PRIOR_STD = 0.5
 CURVATURE = torch.cat([torch.full((20,), h) for h in (1e6, 1e3, 40.0, 0.01)]).double()
-"""H: stiff, softer, informed by the data in part (tau is 4), and informed by the prior."""
+"""H: with tau = 4 the data outweigh the prior by far, clearly and a little; the prior outweighs the last ones."""
 SAMPLERS = [SGHMCConfig, SGLDConfig, BAOABConfig, SGNHTConfig]
 
 

@@ -84,7 +84,7 @@ def temperatures(run: Run[Any], steps: int) -> dict[str, float]:
 
 @pytest.mark.statistics
 @pytest.mark.parametrize("heating", [0.2, 1.5])
-def test_heat_is_measured_where_the_data_rule(heating: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heat_is_measured_where_the_data_outweigh_the_prior(heating: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the directions have no gradient noise, and H = 40 has 9 % less: the mean over all is too low."""
     monkeypatch.setattr(step_control, "MAX_HEAT", 100.0)  # the guard would shrink the step
     run = run_of(SGHMCConfig(heating=heating, whitening="diagonal"), GaussianData(30.0), steps=5000)
