@@ -96,7 +96,8 @@ def chats_of_a_small_model() -> Namespace:
     tiny_llama().save_pretrained(name)
     tokenizer.save_pretrained(name)
     chat = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
-    return {"chats": Dataset.from_list([{"messages": chat}] * 8)}
+    chats = Dataset.from_list([{"messages": chat}] * 8)
+    return {"chats": chats, "heldout_chats": chats}
 
 
 def an_exported_posterior() -> Namespace:

@@ -122,7 +122,8 @@ SNIPPETS = {
         chats_of_a_small_model, {"assistant_only_loss": "max_steps=20, assistant_only_loss"}, "trl"
     ),
     ("docs/trl.md", 1): Snippet(chats_of_a_small_model, {"num_train_epochs=3": "max_steps=4"}, "trl"),
-    ("docs/single_pass.md", 0): Snippet(lambda: a_language_model("out")),
+    ("docs/single_pass.md", 0): Snippet(a_classifier),
+    ("docs/single_pass.md", 1): Snippet(lambda: a_language_model("out")),
     ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(posteriors_of_images_and_audio),
     ("docs/uncertainty.md", 2): Snippet(predictions),

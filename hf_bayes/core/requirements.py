@@ -38,9 +38,9 @@ class Requirements:
         adapts_step: burn-in adapts the step size from any start; a learning rate is only the start of the search.
         rate_falls: a learning rate from a range test falls linearly to 0. False: it stays constant.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
-        all_chains_in_one_pass: that pass needs the chains of all processes together.
-        heldout: "whole": that pass also uses held-out rows. "split": it fits on one half of them and judges the fit on
-            the other half. "none": it uses none.
+        all_chains_in_one_pass: the final pass needs the chains of all processes together.
+        heldout: "whole": the final pass also uses held-out rows. "split": it fits on one half of them and judges the
+            fit on the other half. "none": it uses none.
         heldout_setting: the setting that makes the method need held-out rows, as error messages quote it.
         least_heldout: the smallest number of held-out rows, see ``least_rows``.
         most_heldout: the largest number of them that the method reads, see ``most_rows``. None: it reads all.

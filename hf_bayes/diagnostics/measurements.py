@@ -58,7 +58,7 @@ class Measurements:
             (``Likelihood.identified``). For a regression they are predicted means.
         ess_logits: ESS of the same logits: the 5 % quantile over logits.
         num_values: number of values per chain behind the R-hats and ESS.
-        values: the kind of these values: "draws", or "looks while training", after burn-in.
+        values: the kind of these values: "draws", or "probe evaluations", after burn-in.
         num_terms: number of likelihood terms of the probe.
         num_logits: number of logits behind ``rhat_logits`` and ``ess_logits``.
         noise_ratio: variance of the sampler's injected noise over the variance of the minibatch gradients, of each

@@ -19,11 +19,11 @@ BATCH = 256
 LEARNING_RATE = 2e-3
 FLOOR = 1e-5
 """The uncertainty in nats below which differences do not count."""
-NUM_LOOKS = 30
+NUM_CHECKS = 30
 MAX_JUDGED = 2048
-"""The largest number of held-out terms in a look."""
+"""The largest number of held-out terms that a check of the loss takes."""
 PATIENCE = 6
-"""Looks at the held-out terms without a lower loss, after which training stops."""
+"""Checks without a lower held-out loss, after which training stops."""
 
 Output = Callable[[Tensor], Tensor]
 
@@ -74,7 +74,7 @@ def train(targets: Targets, heldout: Targets, output: Output, *, width: int, pro
     optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / UPDATES)
     best, best_state, since = math.inf, copy.deepcopy(head.state_dict()), 0
-    every, judged = UPDATES // NUM_LOOKS, heldout.at(torch.arange(min(len(heldout.row), MAX_JUDGED)))
+    every, judged = UPDATES // NUM_CHECKS, heldout.at(torch.arange(min(len(heldout.row), MAX_JUDGED)))
     bar = tqdm(range(UPDATES), desc="student", disable=not progress, leave=False)
     for step in bar:
         index = torch.randint(len(targets.row), (BATCH,), generator=generator).to(targets.row.device)

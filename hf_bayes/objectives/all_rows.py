@@ -26,11 +26,12 @@ def gradient_of_all_rows(objective: PassingObjective, theta: Tensor, *, share: f
     if drops or objective.private is not None or data is None or scale.num_terms is None:
         return None
     common = copy.copy(objective)
-    common.shared = True  # all chains see each row
+    common.shared = True  # rows are read by number: all chains see each of them
     model.train(objective.dropout)
     # another part than that of a curvature pass: in a product of both, an error in common would not average out
     total, data = torch.zeros_like(theta), data.part(share, objective.seed + 1)
     for batch in data.batches(range(data.num_rows)[objective.mesh.data_rank :: objective.mesh.data_size]):
+        # the objective has chunks for all its chains, and theta may hold fewer
         chunks = [slice(part.start, min(part.stop, len(theta))) for part in common.member_chunks(batch)]
         some = [part for part in chunks if part.start < len(theta)]
         for members, _, part, _ in common.passes(theta, batch, gradient=True, step=0, micro=0, chunks=some):

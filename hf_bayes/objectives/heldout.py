@@ -119,9 +119,10 @@ class HeldOutRows:
         return slice(self.mesh.data_rank, None, self.mesh.data_size)
 
     def _log_liks(self, rows: range) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Yield batches of these rows, and the log-likelihoods [n, P, M] of the parts of their n terms.
+        """Yield batches of these rows, and log-likelihoods [n, P, M] of the members that the model shows.
 
-        They are those of the members shown. Each part has a mixture of its own (``Likelihood.log_prob_parts``).
+        n is the number of terms. A term has P independent factors (``Likelihood.log_prob_parts``), such as the labels
+        of a row with several labels, and each factor has a mixture of its own.
         """
         for batch in self.batches(rows) if len(rows) else ():
             with torch.no_grad(), self.context():
@@ -129,7 +130,7 @@ class HeldOutRows:
             yield batch, log_lik
 
     def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
-        """Add -sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t), the share of draw m in part t of a term."""
+        """Add -sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t), the share of draw m in factor t of a term."""
         shares = log_lik.to(theta).softmax(-1).movedim(-1, 0)
         size = len(next(iter(self.model.passes(batch))))
         for start in range(0, len(theta), size):

@@ -42,7 +42,7 @@ class ModelObjective:
         model: an attached model.
         scale: the size of the data and of an update.
         mesh: the processes; None is this one alone.
-        chains: the chains of this process; None: those of the mesh.
+        chains: the chains of this process; None: all chains of the mesh.
         dropout: dropout is on, as in training.
         shared: all chains see the same rows. Otherwise a batch has the rows of one chain after the other.
         in_float64: log-likelihoods stay in float64, because kernels compare energies.

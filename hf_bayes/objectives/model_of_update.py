@@ -72,7 +72,7 @@ class ModelOfUpdate:
     def _variance_between_halves(self, theta: Tensor, grad: Tensor) -> Tensor | None:
         """Return the variance of ``grad`` [M, d], the gradient of minus the log-likelihood of a single micro-batch."""
         objective, batch = self._objective, self._objective.prepare(self._mine[0])
-        # those of the whole batch: more members in a pass of half the rows would need more memory
+        # chunks as for the whole batch: a pass of half the rows with more members would need more memory
         chunks = objective.member_chunks(batch)
         options: dict[str, Any] = {"gradient": True, "step": self._step, "chunks": chunks}
         return between_halves(

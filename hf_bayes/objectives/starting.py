@@ -95,7 +95,7 @@ def start_run(
         most_terms, batch_fraction: likelihood terms of the largest row, and the share of the data in a batch, if known.
         trial_updates: returns the batches of updates, shared by all chains, to try learning rates of AdamW on.
         found_rate: the rate that this trial has found, for a run that resumes.
-        falls: without a learning rate, that of an optimiser falls linearly to 0; False leaves this to the caller.
+        falls: the rate that an optimiser finds for itself falls linearly to 0; False leaves this to the caller.
         progress: show a progress bar for the trial.
         options: further arguments of ``ModelObjective``, such as ``shared`` or ``context``.
     Raises:

@@ -16,14 +16,14 @@ It is a lower bound. The least peak that was measured is 9.4, with one draw: SGH
 """
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Linux mounts the control groups, which limit memory, in the first, and lists those of this process in the second."""
+"""Linux mounts the control groups, which limit memory, in the first, and lists the groups of this process in the second."""
 
 
 def require_memory(num_parameters: int, num_chains: int, method: MethodConfig, device: torch.device, size: int) -> None:
     """Check that the memory that is free now holds the chains of this process, before they are made.
 
     The test is one of orders of magnitude: what the model's own passes need is not counted, so a run may still need
-    more. On an accelerator the chains are held against its memory, and their draws against that of the machine.
+    more. With an accelerator, the chains must fit into its memory, and their draws into the memory of the machine.
 
     Args:
         num_parameters: d, the random parameters of a chain.

@@ -56,12 +56,12 @@ class ProbeConvergence:
         if active.method.temperature == 0:
             return None
         if draws.shape[1] >= 4:
-            looks = [active.probe_of_draws(theta) for theta in draws.unbind(1)]
-            return self._stacked([look.log_lik for look in looks], [look.logits for look in looks]), "draws"
+            probes = [active.probe_of_draws(theta) for theta in draws.unbind(1)]
+            return self._stacked([one.log_lik for one in probes], [one.logits for one in probes]), "draws"
         burned, monitor = self._num_burned, active.monitor
         if burned is None:
             return None
-        return self._stacked(monitor.probes[burned:], monitor.probe_logits[burned:]), "looks while training"
+        return self._stacked(monitor.probes[burned:], monitor.probe_logits[burned:]), "probe evaluations"
 
     def _stacked(self, log_liks: list[Tensor], logits: list[Tensor]) -> ProbeValues:
         return ProbeValues(self.gather(torch.stack(log_liks, 1)), self.gather(torch.stack(logits, 1)))

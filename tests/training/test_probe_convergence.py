@@ -81,7 +81,7 @@ def test_rhat_and_ess_are_those_of_the_looks_after_burn_in(tmp_path: Path) -> No
     assert found["ess"] is None  # six looks of three chains are too few for an estimate
     assert math.isnan(ess(total))
     assert found["rhat_terms"] == pytest.approx(float(rhat(looks).sort().values[66]))  # 95 % of 70
-    assert (found["num_values"], found["values"], found["num_terms"]) == (6, "looks while training", 70)
+    assert (found["num_values"], found["values"], found["num_terms"]) == (6, "probe evaluations", 70)
 
 
 def test_draws_are_preferred_and_optimisers_get_no_rhat(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ A model is no Gaussian: where the chain goes, curvature and noise may be larger 
 smaller (``step_control``).
 
 A direction of curvature 1 forgets its past in (1 - beta) / h^2 updates, the *relaxation* of the chain. The updates
-after burn-in, divided by the relaxation, are the independent draws that a run can buy.
+after burn-in, divided by the relaxation, are the independent draws that a run has time for.
 
-V and h are a chain's own, so a chain does not depend on the others. Any sampler with one gradient per update fits in:
-it sees v, the gradient S' grad U, and the step size ``MAX_STEP``; S is scaled by h / ``MAX_STEP``, which is the same.
+V and h are a chain's own, so a chain does not depend on the others. Any sampler with one gradient per update fits in.
+It runs at the fixed step size ``MAX_STEP`` on v' = v ``MAX_STEP`` / h, that is, with the root S h / ``MAX_STEP``. This
+equals steps of size h in v, and lets each chain have an h of its own.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
 
 
 def _require_relaxation(config: LangevinConfig, problem: Problem) -> None:
-    """Raise a ValueError if the updates after burn-in cannot pay a relaxation at the largest step size."""
+    """Raise a ValueError if the updates after burn-in are fewer than a relaxation at the largest step size."""
     least, left = relaxation_of(config, MAX_STEP), problem.num_steps - problem.burn_in
     if left < least:
         raise ValueError(
@@ -246,7 +247,7 @@ class WhitenedSampler:
         growth = own.path_variance / _choice(state).variance
         info |= {"step_size": step_size, "relaxation": relaxation_of(self.config, step_size), "noise_growth": growth}
         if count == self.num_measured:
-            own, info = own._replace(trial_num_taken=state.trial_num_taken + 1), info | self._account(state)
+            own, info = own._replace(trial_num_taken=state.trial_num_taken + 1), info | self._trial_figures(state)
         return _joined(theta, own, after), info
 
     def _measure(self, state: Any, evaluation: Evaluation, rngs: Rngs) -> Any:
@@ -294,7 +295,7 @@ class WhitenedSampler:
             return gradient
         return torch.where(_choice(state).anchored[:, None], gradient - beside + state.all_rows, gradient)
 
-    def _account(self, state: Any) -> Info:
+    def _trial_figures(self, state: Any) -> Info:
         """Return what the trial has found, and what follows, for messages."""
         found = _choice(state)
         named = {f"trial_{name}": value.to(state.theta) for name, value in found._asdict().items()}

@@ -21,6 +21,10 @@ from hf_bayes.models.single_pass.linear import root_of
 from hf_bayes.models.single_pass.moments import for_each_tensor, mean_of, moments_in, replaced
 
 
+MOST_NOISES = 4096
+"""The largest number of outputs of a layer: with n of them, a row takes n^2 numbers and n^3 operations."""
+
+
 class NoiseSources:
     """The number of independent noises e_j that one forward pass has added so far."""
 
@@ -102,6 +106,7 @@ def linear_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Facto
     """Return the spread of a random linear layer's output; arguments as of ``drawn.linear_tangents``."""
     inputs, transported = _transported(x, noise, layer.law.mean, settings)
     shape = torch.Size((*x.shape[:-1], len(layer.law.mean)))
+    _refuse_large(inputs.shape[2], shape[-1])
     return added_noise(layer.factor * layer.law.joint(inputs), shape, transported, settings)
 
 
@@ -109,6 +114,7 @@ def lora_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors
     """Return the spread of a random LoRA layer's output; ``layer`` is an ``installed.RandomLora``."""
     inputs, transported = _transported(x.to(layer.low.mean.dtype), noise, layer.whole, settings)
     rows, length, rank = inputs.shape[1], inputs.shape[2], len(layer.low.mean)
+    _refuse_large(length, len(layer.high.mean))
     low_joint = layer.low.joint(inputs)  # [B, T r, T r]
     four = low_joint.view(rows, length, rank, length, rank)
     b = layer.high.mean
@@ -119,6 +125,16 @@ def lora_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors
     joint = through + layer.high.joint(low)
     shape = torch.Size((*x.shape[:-1], len(b)))
     return added_noise(layer.factor * layer.scaling**2 * joint, shape, transported, settings)
+
+
+def _refuse_large(length: int, size: int) -> None:
+    """Refuse a layer with so many outputs that the roots of their joint covariance would take minutes."""
+    if length * size > MOST_NOISES:
+        raise ValueError(
+            f"structure='full' keeps the covariance between all outputs of a layer, {length} tokens x {size} units = "
+            f"{length * size} here, and takes at most {MOST_NOISES}: it is for small models and short texts. Choose "
+            "structure='low_rank' or 'diagonal'"
+        )
 
 
 def _transported(x: Tensor, noise: Factors | None, weight: Tensor, settings: Factors) -> tuple[Tensor, Factors | None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from hf_bayes.models.single_pass.factors import Factors, NoiseSources, added_noise
+from hf_bayes.models.single_pass.factors import Factors, NoiseSources, added_noise, linear_factors, lora_factors
 from hf_bayes.models.single_pass.moments import Moments
 from tests.models.single_pass.cases import covariance_matrix, normal
 
@@ -46,3 +48,13 @@ def test_new_noise_is_independent_of_earlier_noise() -> None:
     assert (flat @ flat.mT - 2 * joint).abs().max() < 1e-10
     assert sources.count == 12
     assert first.roots.shape[0] != second.roots.shape[0]
+
+
+def test_layers_with_many_outputs_are_refused() -> None:
+    law = SimpleNamespace(mean=torch.zeros(700, 2))
+    like, x = Factors(torch.zeros(0), NoiseSources()), torch.zeros(1, 6, 2)
+    with pytest.raises(ValueError, match=r"6 tokens x 700 units = 4200 here, and takes at most 4096"):
+        linear_factors(SimpleNamespace(law=law), x, None, like)
+    lora = SimpleNamespace(low=SimpleNamespace(mean=torch.zeros(2, 2)), high=law, whole=torch.zeros(700, 2))
+    with pytest.raises(ValueError, match="Choose structure='low_rank'"):
+        lora_factors(lora, x, None, like)
