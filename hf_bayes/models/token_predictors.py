@@ -126,9 +126,9 @@ class LinearisedTokens(MemberTokens):
     def open(self, model: BayesianModel) -> Iterator[None]:
         """Use the means, with tangents towards the draws, until the end of the block."""
         means = self.linearisation.gaussian_at(model.theta).means
-        spread = model.spread
+        spread, temperature = model.spread, model.mixture_temperature
         with tangents(means_of_draws(means, model), model.current) as theta, model.current_members.restored():
-            model.current_members.show(theta, spread)
+            model.current_members.show(theta, spread, temperature)
             yield
 
     def member_logits(

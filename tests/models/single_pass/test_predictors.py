@@ -133,3 +133,18 @@ def test_epistemic_uncertainty_of_low_rank_is_that_of_members() -> None:
     # 4 sqrt(2 / 512 / 4): the words share few directions; curvature is of order 1e-4
     assert (found / expected - 1).abs().max() < 0.15
     assert (diagonal / expected - 1).abs().max() > 0.15
+
+
+@pytest.mark.parametrize("prediction", ["members", "linearised", "single_pass"])
+def test_words_are_at_the_temperature_of_the_mixture(prediction: str) -> None:
+    model = LANGUAGE["llama"]()
+    inputs = models.inputs_of(model)
+    with attached(model, "trainable") as bayesian, torch.no_grad():
+        bayesian.predict_by(prediction)
+        plain = bayesian(**inputs).logits
+        bayesian.current_members.own_temperature = 0.5
+        cold = bayesian(**inputs).logits
+        assert (cold - (plain / 0.5).log_softmax(-1)).abs().max() < 1e-6  # sums of probabilities are float32
+        theta = bayesian.theta.detach()
+        with bayesian.showing(theta, temperature=2.0):
+            assert (bayesian(**inputs).logits - (plain / 2).log_softmax(-1)).abs().max() < 1e-6
