@@ -132,7 +132,17 @@ def energy(evaluation: Evaluation, theta: Tensor, prior: Prior, *, prior_weight:
 
     See ``MethodConfig.prior_weight``.
     """
-    return -evaluation.log_lik - prior_weight * prior.log_prob(theta)
+    return -evaluation.log_lik - prior_weight * log_prior(prior, theta, evaluation.log_lik)
+
+
+def log_prior(prior: Prior, theta: Tensor, log_lik: Tensor) -> Tensor:
+    """Return log p(theta) [M], in the dtype of the log-likelihood if that is the more precise one.
+
+    Kernels accept by differences of energies below one nat, and a sum over a million elements has less than that in
+    float32.
+    """
+    at = theta.to(torch.promote_types(theta.dtype, log_lik.dtype))
+    return prior.to(at).log_prob(at)
 
 
 def grad_energy(evaluation: Evaluation, theta: Tensor, prior: Prior, *, prior_weight: float = 1.0) -> Tensor:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_bayes.core.rng import generator
-from hf_bayes.distributions.energy import GaussianPrior, IndependentPrior, LaplacePrior
+from hf_bayes.core.types import Evaluation
+from hf_bayes.distributions.energy import GaussianPrior, IndependentPrior, LaplacePrior, energy
 from hf_bayes.distributions.priors import PRIORS
 from tests.distributions.laws import LIMIT, kolmogorov_smirnov, laws
 
@@ -38,3 +39,14 @@ def test_draws_from_a_prior_have_its_law(name: str) -> None:
     assert kolmogorov_smirnov(draws, other) > LIMIT  # the broken twin has the same variance
     shifted = PRIORS[name](torch.tensor(4.0), torch.tensor(1.5)).sample(100, 200, generator("draws"))
     assert torch.allclose(shifted, draws + 4)
+
+
+@pytest.mark.parametrize("kind", [GaussianPrior, LaplacePrior])
+def test_kernels_compare_energies_of_many_parameters(kind: type[IndependentPrior]) -> None:
+    prior, theta = kind(torch.tensor(0.0), torch.tensor(0.02)), torch.zeros(2, 1_000_000)
+    theta[1, 0] = 0.002  # far less than float32 resolves in a sum of a million terms
+    log_lik = torch.zeros(2, dtype=torch.float64)
+    change = energy(Evaluation(log_lik, None), theta, prior).diff()
+    expected = -prior.to(log_lik).log_prob(theta[:, :1].double()).diff()
+    assert torch.allclose(change, expected, rtol=1e-5)
+    assert energy(Evaluation(log_lik.float(), None), theta, prior).dtype == torch.float32

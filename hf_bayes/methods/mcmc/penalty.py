@@ -43,7 +43,7 @@ from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.distributions.energy import energy, grad_energy
+from hf_bayes.distributions.energy import energy, grad_energy, log_prior
 from hf_bayes.methods.mcmc.checks import check_start, check_temperature
 from hf_bayes.methods.mcmc.hmc import leapfrog
 
@@ -209,7 +209,7 @@ class PenaltyConfig(MethodConfig):
                 f"{self.name} needs at least {self.requirements.min_batches} batches per update to estimate their "
                 f"variance, got {'none' if columns is None else columns.shape[1] + self._num_proposing}"
             )
-        prior = self.prior_weight * problem.prior.log_prob(theta).to(columns.dtype)
+        prior = self.prior_weight * log_prior(problem.prior, theta, columns).to(columns.dtype)
         return -(columns + prior[:, None]) / self.temperature
 
     def _propose(self, state: PenaltyState, evaluate: Evaluate, problem: Problem, rngs: Rngs) -> tuple[Tensor, Tensor]:
