@@ -96,7 +96,8 @@ class LowRank(Covariance):
 
     @property
     def variance(self) -> Tensor:
-        return self.std.square() * (1 + self.basis.square() @ (self.scale - 1))
+        squares = self.basis.square()  # 1 - the squares of a row may be 0, and rounding makes it negative
+        return self.std.square() * ((1 - squares.sum(1)).clamp_min(0) + squares @ self.scale)
 
     @property
     def precision_diagonal(self) -> Tensor:
