@@ -64,9 +64,10 @@ class ChainMesh:
         """Gather the values of all chains in their order: [m, ...] for the chains of this process -> [K, ...]."""
         if self.chain_size == 1:
             return tensor
-        pieces = [torch.empty_like(tensor) for _ in range(self.chain_size)]
-        dist.all_gather(pieces, tensor.contiguous(), group=self.chain_group)
-        return torch.cat(pieces)
+        values = tensor.to(self.device).contiguous()  # NCCL needs tensors on the device, and draws are on the CPU
+        pieces = [torch.empty_like(values) for _ in range(self.chain_size)]
+        dist.all_gather(pieces, values, group=self.chain_group)
+        return torch.cat(pieces).to(tensor.device)
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """Return the values of the first process (rank 0)."""

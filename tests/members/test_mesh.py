@@ -23,3 +23,16 @@ def test_one_process_owns_all_chains_and_exchanges_nothing() -> None:
     assert mesh.chains == range(3)
     assert mesh.sum_over_data(values) is mesh.gather_chains(values) is mesh.from_first(values) is values
     assert mesh.exchange("a") == mesh.share("a") == ["a"]
+
+
+def test_draws_are_gathered_on_the_device_of_the_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    def all_gather(pieces: list[torch.Tensor], tensor: torch.Tensor, group: object) -> None:
+        assert {one.device.type for one in [*pieces, tensor]} == {"meta"}  # NCCL has no backend for the CPU
+
+    mesh = ChainMesh(2, torch.device("cpu"))
+    mesh.chain_size, mesh.device = 2, torch.device("meta")
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: torch.empty_like(tensor, device=device))
+    assert mesh.gather_chains(torch.ones(1, 3)).shape == (2, 3)
