@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -78,6 +79,7 @@ class BayesianTrainerMixin(PrivateHooks):
         **kwargs: Any,
     ) -> None:
         refuse_foreign_loss(type(self), BayesianTrainerMixin)
+        args = copy.copy(args)  # the run sets what transformers reads, and the caller may use the arguments again
         likelihood = likelihood_for(type(self), likelihood, args, kwargs)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None

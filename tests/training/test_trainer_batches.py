@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from datasets import Dataset
 
 from hf_bayes.methods.registry import METHODS
+from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
+from tests.tiny_models import tiny_llama, with_lora
 
 
 def test_exact_kernels_see_all_data_in_every_move(tmp_path):
@@ -18,6 +21,19 @@ def test_exact_kernels_see_all_data_in_every_move(tmp_path):
     )
     assert trainer.train().global_step == 4
     assert trainer.args.gradient_accumulation_steps == 5  # 10 rows, 2 at a time
+
+
+def test_an_exact_kernel_leaves_the_arguments_as_they_were(tmp_path):
+    args = runs.arguments(tmp_path, gradient_accumulation_steps=2)
+
+    def trainer(name):
+        model, rows = with_lora(tiny_llama()), Dataset.from_list(runs.token_rows())
+        return BayesianTrainer(model, METHODS[name](num_chains=2), args, train_dataset=rows)
+
+    exact, noisy = trainer("hmc"), trainer("sghmc")
+    assert exact.args.gradient_accumulation_steps == 5  # what transformers reads: 10 rows, 2 at a time
+    assert args.gradient_accumulation_steps == 2
+    assert noisy.rows.rows_per_update == 4
 
 
 def test_batch_posterior_is_saved_as_a_tempered_likelihood(tmp_path):
