@@ -94,7 +94,7 @@ def run_curvature_pass(
     data = PassData(batches, num_rows, scale, seed, mesh, context)
     with as_single_model(model.members, theta) as random:
         if spec.estimator == "hessian":
-            return _hessian(model, theta, random, data, spec)
+            return _hessian(model, theta, random, data, spec, gradient=gradient)
         return _outer_products(model, theta, data, spec, gradient=gradient)
 
 
@@ -127,10 +127,7 @@ def _outer_products(
         else:
             sums = [GradientSum(model.layout, theta) for _ in half_batches]
     log_lik, num_terms = run(jobs, range(data.num_rows))
-    if num_terms == 0:
-        reason = all_ignored(shift=model.shifts_labels)
-        raise ValueError(f"the data hold no likelihood term ({reason}): check labels")
-    _require_finite("log-likelihood", torch.tensor(log_lik))
+    _require_terms(model, log_lik, num_terms)
     for total, rows in zip(sums, half_batches or [], strict=False):
         run([(TRUE, [total])], rows)
     found = _gradient_estimate(sums, half_batches, data) if gradient else None
@@ -152,6 +149,14 @@ def _gradient_estimate(
         return GradientEstimate(data.scale * totals.expand(2, -1), data.num_rows, data.num_rows)
     size = len(half_batches[0])
     return GradientEstimate(data.scale * data.num_rows / size * totals, 2 * size, data.num_rows)
+
+
+def _require_terms(model: BayesianModel, log_lik: float, num_terms: float) -> None:
+    """Raise a ValueError for data without likelihood terms, or whose log-likelihood is not finite."""
+    if num_terms == 0:
+        reason = all_ignored(shift=model.shifts_labels)
+        raise ValueError(f"the data hold no likelihood term ({reason}): check labels")
+    _require_finite("log-likelihood", torch.tensor(log_lik))
 
 
 def _require_finite(what: str, value: Tensor) -> None:
@@ -205,11 +210,13 @@ def _hessian(
     random: dict[str, nn.Parameter],
     data: PassData,
     spec: CurvatureSpec,
+    *,
+    gradient: bool,
 ) -> CurvaturePassResult:
     """Return the result for the Hessian, computed column by column through the graph of the gradient."""
     dim, parameters = model.layout.dim, list(random.values())
     scale, mesh, num_rows = data.scale, data.mesh, data.num_rows
-    matrix, gradient = theta.new_zeros(dim, dim), theta.new_zeros(dim)
+    matrix, slope = theta.new_zeros(dim, dim), theta.new_zeros(dim)
     log_lik, num_terms = 0.0, 0.0
     for parameter in parameters:
         parameter.requires_grad_()
@@ -219,6 +226,8 @@ def _hessian(
             for batch in data.batches(_share(range(num_rows), mesh)):
                 with data.context():
                     value, terms = pass_of(model).log_lik_of(model, batch)
+                if not terms:  # a sum over nothing may not depend on theta
+                    continue
                 first = torch.autograd.grad(value, parameters, create_graph=True)
                 flat = torch.cat([g.flatten() for g in first])
                 for column in range(dim):
@@ -226,7 +235,7 @@ def _hessian(
                     pairs = zip(second, parameters, strict=True)
                     filled = [torch.zeros_like(p) if g is None else g for g, p in pairs]
                     matrix[column] -= torch.cat([g.flatten() for g in filled]).to(matrix)
-                gradient += flat.detach().to(gradient)
+                slope += flat.detach().to(slope)
                 log_lik += float(value.detach())
                 num_terms += terms
     finally:
@@ -235,12 +244,15 @@ def _hessian(
     log_lik, num_terms = _sum((log_lik, num_terms), theta, mesh)
     if mesh is not None:
         mesh.sum_over_data(matrix)
-        mesh.sum_over_data(gradient)
+        mesh.sum_over_data(slope)
+    _require_terms(model, log_lik, num_terms)
+    _require_finite("gradient", slope)
+    _require_finite("Hessian", matrix)
     matrix = (matrix + matrix.mT) / 2
     curvature: Curvature = FullCurvature(matrix, hessian=True)
     if spec.structure == "diagonal":
         curvature = DiagonalCurvature(matrix.diagonal().clone(), hessian=True)
-    found = GradientEstimate(scale * gradient.cpu().expand(2, -1), num_rows, num_rows)
+    found = GradientEstimate(scale * slope.cpu().expand(2, -1), num_rows, num_rows) if gradient else None
     return CurvaturePassResult(
         moved(curvature.scaled(scale), "cpu"), scale * log_lik, found, num_rows, int(num_terms), {}
     )

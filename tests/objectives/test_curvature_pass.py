@@ -81,6 +81,23 @@ def test_the_hessian_is_that_of_autograd(family: str, part: str, task: str) -> N
     assert error(diagonal, torch.diag(expected.diagonal())) < tolerance
 
 
+@pytest.mark.parametrize("estimator", ["hessian", "ggn"])
+def test_every_estimator_refuses_what_has_no_expansion(estimator: str) -> None:
+    made, spec = problem("gpt2", "lora", "lm"), CurvatureSpec(estimator=estimator, structure="diagonal")
+
+    def ignored(numbers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        for batch in made.batches(3)(numbers):
+            yield {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+    with attach(made.model, subspace=made.subspace) as model:
+        theta = model.theta[0].detach()
+        assert run_curvature_pass(model, theta, made.batches(3), len(made.rows), spec, gradient=False).gradient is None
+        with pytest.raises(ValueError, match="the data hold no likelihood term"):
+            run_curvature_pass(model, theta, ignored, len(made.rows), spec)
+        with pytest.raises(ValueError, match="the log-likelihood at the given weights is not finite"):
+            run_curvature_pass(model, theta * torch.nan, made.batches(3), len(made.rows), spec)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_bfloat16_base_gives_float32_curvature(structure: str) -> None:
     wide, narrow = problem("llama", "lora", "lm"), problem("llama", "lora", "lm")
