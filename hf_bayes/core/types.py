@@ -217,6 +217,9 @@ class DataPass(Protocol):
 EarlyPass = Callable[[Any, DataPass], Any]
 """(state, data_pass) -> state, see ``Rule.early_passes``."""
 
+LaterStart = Callable[[Any, Evaluate, Rngs], Any]
+"""(state, evaluate, rngs) -> state, see ``Kernel.later_starts``."""
+
 
 class FinalPassResult(NamedTuple):
     """The result of one more pass over the data.
@@ -249,6 +252,11 @@ def no_restart(state: State, chains: Tensor) -> State:
     return state
 
 
+def no_estimate(state: Any) -> bool:
+    """Return False, for a rule that moves theta in every update: the usual ``Rule.estimates``."""
+    return False
+
+
 class Rule(NamedTuple, Generic[State]):
     """A method with one gradient per update: SG-MCMC, variational inference, MAP.
 
@@ -267,6 +275,7 @@ class Rule(NamedTuple, Generic[State]):
             goes on.
         restart: (state, chains [M]) -> state with some of the chains back where they began to sample, if the method
             knows where that was.
+        estimates: state -> True if the next update only estimates something, and leaves theta as it is.
     """
 
     init: Callable[[Tensor, Rngs], State]
@@ -278,6 +287,7 @@ class Rule(NamedTuple, Generic[State]):
     anchor: Callable[[State], Tensor | None] = no_anchor
     rescale: Callable[[State, float], State] = scale_momentum
     restart: Callable[[State, Tensor], State] = no_restart
+    estimates: Callable[[State], bool] = no_estimate
 
     @property
     def is_exact(self) -> bool:
@@ -293,12 +303,15 @@ class Kernel(NamedTuple, Generic[State]):
         step: (state, evaluate, rngs) -> (state, info).
         finish: (state, draws [M, S, d]) -> Approximation.
         final_pass: None: a kernel needs no further pass over the data, see ``Rule``.
+        later_starts: number of moves -> (state, evaluate, rngs) -> state, called once after so many moves: the kernel
+            begins there, after a warm start. As in ``init``, its evaluations are no part of a move.
     """
 
     init: Callable[[Tensor, Evaluate, Rngs], State]
     step: Callable[[State, Evaluate, Rngs], tuple[State, Info]]
     finish: Callable[[State, Tensor], Approximation]
     final_pass: None = None
+    later_starts: Mapping[int, LaterStart] = MappingProxyType({})
 
     @property
     def is_exact(self) -> bool:

@@ -96,6 +96,11 @@ class Draws:
         return Gaussian.diagonal(self.mean[None], std[None])
 
 
+def keep_draws(state: object, draws: Tensor) -> Draws:
+    """Return all draws [M, S, d] of all chains: the usual ``Rule.finish`` of a sampler."""
+    return Draws.from_chains(draws)
+
+
 @dataclass(frozen=True, eq=False)
 class Gaussian:
     """An equally weighted mixture of K Gaussians; K = 1 is a Gaussian.

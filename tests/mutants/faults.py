@@ -48,7 +48,7 @@ FAULTS = (
         momentum = h0 / h * momentum
 """, (CYCLES,)),
     Fault("sghmc: beta is kept while the learning rate falls", "methods/sgmcmc/sghmc.py",
-          "decay = 1 - h * friction", "decay = self.config.momentum", (CYCLES,)),
+          "decay = 1 - h * friction", "decay = beta", (CYCLES,)),
     Fault("sghmc: momenta start at N(0, I), whatever T", "methods/sgmcmc/sghmc.py",
           "SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, noise_statistics)",
           "SGHMCState(theta, randn(rngs, theta), step, noise_statistics)",

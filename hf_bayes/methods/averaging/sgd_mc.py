@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_bayes.core.config import MODE_PRIOR_SCALE, MethodConfig
 from hf_bayes.core.requirements import Requirements, need_of_gradient_variance
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
-from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import energy, grad_energy
 
 
@@ -80,10 +80,7 @@ class SGDMCConfig(MethodConfig):
         def update(state: SGDState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGDState, Info]:
             return descend(state, evaluation, problem, lr, config=self)
 
-        def finish(state: SGDState, draws: Tensor) -> Draws:
-            return Draws.from_chains(draws)
-
-        return Rule(begin, locate_at_theta, update, finish)
+        return Rule(begin, locate_at_theta, update, keep_draws)
 
 
 def begin(theta: Tensor, rngs: Rngs) -> SGDState:

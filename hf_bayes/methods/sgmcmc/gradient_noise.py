@@ -308,21 +308,9 @@ def _require_room(statistics: NoiseStatistics, problem: Problem, name: str) -> N
 
 
 def _worst(from_gradient: Tensor, injected: Tensor | float, problem: Problem) -> str:
-    """Return a phrase that names the chain and tensor with the largest h^2 V / q, with both numbers."""
+    """Return a phrase that names the tensor with the largest h^2 V / q of a chain, with both numbers."""
     injected = torch.as_tensor(injected).to(from_gradient).expand(len(from_gradient))
     chain, tensor = divmod(int((from_gradient / injected[:, None]).nan_to_num(0.0).argmax()), from_gradient.shape[1])
     where = list(problem.shapes)[tensor] or "theta"
     numbers = f"h^2 V = {from_gradient[chain, tensor]:.3g} against 2 gamma h T = {injected[chain]:.3g}"
-    return f"{where} in chain {chain} alone brings noise of {numbers}"
-
-
-def require_friction(
-    name: str, decay: float, *, h: float, friction: float, lr: float, peak: float, beta: float
-) -> None:
-    """Raise a ValueError if an update would reverse the momentum."""
-    if decay < -1e-12:  # beta = 0 at the peak is a decay of 0, up to rounding
-        raise ValueError(
-            f"{name} needs 1 - h * friction >= 0, got h={h:.4g}, friction={friction:.4g}: learning_rate "
-            f"{lr:.4g} is above the peak {peak:.4g} that momentum={beta:g} fixed the friction for. "
-            "Make the learning rate the schedule's largest value"
-        )
+    return f"{where} alone brings noise of {numbers}"

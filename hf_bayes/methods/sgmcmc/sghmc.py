@@ -38,14 +38,13 @@ from torch import Tensor
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
-from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import (
     CorrectedLangevinConfig,
     empty_noise_statistics,
     noise_ratio,
     remaining_std,
-    require_friction,
 )
 from hf_bayes.methods.sgmcmc.preconditioner import Layerwise
 
@@ -122,7 +121,7 @@ class SGHMCConfig(CorrectedLangevinConfig):
             gradient = dynamics.gradient(state.theta, evaluation)
             return dynamics.move(state, gradient, evaluation.grad_variance, lr, rngs, scale=1.0)
 
-        return Rule(dynamics.start, locate_at_theta, update, finish)
+        return Rule(dynamics.start, locate_at_theta, update, keep_draws)
 
     def _build_preconditioned(self, dynamics: Dynamics) -> Rule[PreconditionedSGHMCState]:
         layerwise = Layerwise(dynamics.problem, self.preconditioner_batches, self.preconditioner_period)
@@ -130,28 +129,52 @@ class SGHMCConfig(CorrectedLangevinConfig):
         def init(theta: Tensor, rngs: Rngs) -> PreconditionedSGHMCState:
             return PreconditionedSGHMCState(*dynamics.start(theta, rngs), *layerwise.start(theta))
 
+        def batches_seen(state: PreconditionedSGHMCState) -> int | None:
+            return layerwise.batches_seen(int(state.step[0]))  # all chains have done the same number of updates
+
+        def estimates(state: PreconditionedSGHMCState) -> bool:
+            return batches_seen(state) is not None
+
         def update(
             state: PreconditionedSGHMCState, evaluation: Evaluation, lr: float, rngs: Rngs
         ) -> tuple[PreconditionedSGHMCState, Info]:
             gradient, variance = dynamics.gradient(state.theta, evaluation), evaluation.grad_variance
-            seen = layerwise.batches_seen(int(state.step[0]))  # all chains have done the same number of updates
+            seen = batches_seen(state)
             if seen is not None:
                 mass, squares = layerwise.observe(state.mass, state.squares, gradient, seen)
-                _, decay = dynamics.step_size_and_decay(lr)
+                _, decay = step_size_and_decay(lr, dynamics.problem, self.momentum, name=self.name)
                 observed = state._replace(mass=mass, squares=squares, step=state.step + 1)
                 return observed, dynamics.temperatures(state.momentum, state.theta, gradient, decay)
             variance = None if variance is None else variance / state.mass
             return dynamics.move(state, gradient, variance, lr, rngs, scale=layerwise.scale(state.mass))
 
-        return Rule(init, locate_at_theta, update, finish)
+        return Rule(init, locate_at_theta, update, keep_draws, estimates=estimates)
 
 
 AnyState = TypeVar("AnyState", SGHMCState, PreconditionedSGHMCState)
 
 
-def finish(state: AnyState, draws: Tensor) -> Draws:
-    """Return the draws of all chains."""
-    return Draws.from_chains(draws)
+def friction_of(problem: Problem, beta: float) -> float:
+    """Return gamma of eq. 13."""
+    return (1 - beta) * math.sqrt(problem.num_data / problem.learning_rate)
+
+
+def step_size_and_decay(lr: float, problem: Problem, beta: float, *, name: str) -> tuple[float, float]:
+    """Return h_t and beta_t of an update of learning rate ``lr``; beta is its value at the peak.
+
+    Raises:
+        ValueError: if beta_t is negative: the update would reverse the momentum.
+    """
+    friction, peak = friction_of(problem, beta), problem.learning_rate
+    h = math.sqrt(lr / problem.num_data)
+    decay = 1 - h * friction
+    if decay < -1e-12:  # beta = 0 at the peak is a decay of 0, up to rounding
+        raise ValueError(
+            f"{name} needs 1 - h * friction >= 0, got h={h:.4g}, friction={friction:.4g}: learning_rate "
+            f"{lr:.4g} is above the peak {peak:.4g} that momentum={beta:g} fixed the friction for. "
+            "Make the learning rate the schedule's largest value"
+        )
+    return h, decay
 
 
 @dataclass(frozen=True)
@@ -164,7 +187,7 @@ class Dynamics:
     @property
     def friction(self) -> float:
         """gamma of eq. 13."""
-        return (1 - self.config.momentum) * math.sqrt(self.problem.num_data / self.problem.learning_rate)
+        return friction_of(self.problem, self.config.momentum)
 
     def start(self, theta: Tensor, rngs: Rngs) -> SGHMCState:
         """Return the state before the first update, with m_0 ~ N(0, T)."""
@@ -176,19 +199,6 @@ class Dynamics:
     def gradient(self, theta: Tensor, evaluation: Evaluation) -> Tensor:
         """Return grad U(theta) [M, d]."""
         return grad_energy(evaluation, theta, self.problem.prior, prior_weight=self.config.prior_weight)
-
-    def step_size_and_decay(self, lr: float) -> tuple[float, float]:
-        """Return h_t and beta_t.
-
-        Raises:
-            ValueError: if beta_t is negative.
-        """
-        problem, friction = self.problem, self.friction
-        h = math.sqrt(lr / problem.num_data)
-        decay = 1 - h * friction
-        peak, beta = problem.learning_rate, self.config.momentum
-        require_friction(self.config.name, decay, h=h, friction=friction, lr=lr, peak=peak, beta=beta)
-        return h, decay
 
     def move(
         self,
@@ -208,7 +218,7 @@ class Dynamics:
             scale: M^(-1/2), [M, d] or 1.
         """
         problem, config, friction, temperature = self.problem, self.config, self.friction, self.config.temperature
-        h, decay = self.step_size_and_decay(lr)
+        h, decay = step_size_and_decay(lr, problem, config.momentum, name=config.name)
         injected = 2 * friction * h * temperature
         noise_std: float | Tensor = math.sqrt(injected)
         step_size, noise_statistics = h * scale, state.noise_statistics

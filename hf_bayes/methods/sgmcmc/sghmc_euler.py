@@ -30,15 +30,15 @@ from torch import Tensor
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
-from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import (
     CorrectedLangevinConfig,
     empty_noise_statistics,
     noise_ratio,
     remaining_std,
-    require_friction,
 )
+from hf_bayes.methods.sgmcmc.sghmc import friction_of, step_size_and_decay
 
 
 class SGHMCEulerState(NamedTuple):
@@ -75,8 +75,7 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
         return replace(super().requirements, learning_rate="given")
 
     def build(self, problem: Problem) -> Rule[SGHMCEulerState]:
-        peak, temperature = problem.learning_rate, self.temperature
-        friction = (1 - self.momentum) * math.sqrt(problem.num_data / peak)
+        friction, temperature = friction_of(problem, self.momentum), self.temperature
 
         def init(theta: Tensor, rngs: Rngs) -> SGHMCEulerState:
             step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
@@ -86,9 +85,7 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
         def update(
             state: SGHMCEulerState, evaluation: Evaluation, lr: float, rngs: Rngs
         ) -> tuple[SGHMCEulerState, Info]:
-            h = math.sqrt(lr / problem.num_data)
-            decay = 1 - h * friction
-            require_friction(self.name, decay, h=h, friction=friction, lr=lr, peak=peak, beta=self.momentum)
+            h, decay = step_size_and_decay(lr, problem, self.momentum, name=self.name)
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
             injected = 2 * friction * h * temperature
             noise_std: float | Tensor = math.sqrt(injected)
@@ -114,7 +111,4 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
             }
             return SGHMCEulerState(theta, momentum, state.step + 1, noise_statistics), info
 
-        def finish(state: SGHMCEulerState, draws: Tensor) -> Draws:
-            return Draws.from_chains(draws)
-
-        return Rule(init, locate_at_theta, update, finish)
+        return Rule(init, locate_at_theta, update, keep_draws)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
-from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig, noise_ratio
 
@@ -109,7 +109,4 @@ class SGNHTConfig(LangevinConfig):
             }
             return SGNHTState(state.theta + h * moving, momentum, friction, state.step + 1), info
 
-        def finish(state: SGNHTState, draws: Tensor) -> Draws:
-            return Draws.from_chains(draws)
-
-        return Rule(init, locate_at_theta, update, finish)
+        return Rule(init, locate_at_theta, update, keep_draws)

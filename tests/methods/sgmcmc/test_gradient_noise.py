@@ -104,7 +104,7 @@ def test_too_noisy_a_gradient_gets_no_noise_and_warns_once(kind: type[Any]) -> N
         warnings.simplefilter("always")
         momenta = corrected(kind, lambda step: [41.0 + step, 0.0], num_steps=5)
     assert [str(warning.message).split(",")[0] for warning in found] == [
-        f"{kind.name}: the gradient of noisy in chain 0 alone brings noise of h^2 V = 0.41 against 2 gamma h T = 0.4"
+        f"{kind.name}: the gradient of noisy alone brings noise of h^2 V = 0.41 against 2 gamma h T = 0.4"
     ]
     assert momenta[0][:2].tolist() == [0.0, 0.0]
     assert momenta[0][2] != 0
@@ -117,8 +117,8 @@ def test_no_noise_left_to_inject_stops_the_run_at_a_draw(kind: type[Any]) -> Non
         corrected(kind, lambda step: [80.0, 0.0], num_steps=150, draw_steps=steps)
     with pytest.raises(
         ValueError,
-        match=r"no noise left to inject in 67% of the coordinates. Over the last 100 updates the gradient of noisy in "
-        r"chain 0 alone brings noise of h\^2 V = 0\.8 against 2 gamma h T = 0\.4: the draws would be hotter",
+        match=r"no noise left to inject in 67% of the coordinates. Over the last 100 updates the gradient of noisy "
+        r"alone brings noise of h\^2 V = 0\.8 against 2 gamma h T = 0\.4: the draws would be hotter",
     ):
         corrected(kind, lambda step: [80.0, 0.0], num_steps=150, draw_steps=range(150, 151))
 
