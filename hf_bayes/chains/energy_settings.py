@@ -23,7 +23,7 @@ from hf_bayes.chains.objective import Objective
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Problem
-from hf_bayes.methods.registry import adamw_at_rates, with_own_settings
+from hf_bayes.methods.registry import adamw_rule, with_own_settings
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """The rates of a trial. An update of AdamW moves every element of theta by about the rate."""
@@ -137,7 +137,7 @@ def try_rates(
     found: dict[float, float] = {}
     failure: FloatingPointError | None = None
     for rate in RATES:
-        rule = adamw_at_rates(start.new_full((len(start),), rate), problem, prior_weight=prior_weight)
+        rule = adamw_rule(problem, prior_weight=prior_weight, rates=start.new_full((len(start),), rate))
         run = Run(rule, objective, start.clone(), (), problem)
         try:
             energies = [run.update(each, 1 - step / count).info["energy"] for step, each in enumerate(batches)]

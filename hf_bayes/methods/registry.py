@@ -187,16 +187,16 @@ def _with_warm_start(config: MethodConfig, num_steps: int) -> MethodConfig:
     return replace(config, warm_start_steps=warm, burn_in=burn_in)
 
 
-def map_rule(config: MethodConfig, problem: Problem) -> Rule[Any]:
-    """Return the rule that finds the MAP estimate of the posterior of ``config``."""
-    return MAPConfig(temper=config.temper).build(problem)
+def adamw_rule(problem: Problem, *, prior_weight: float = 1.0, rates: Tensor | None = None) -> Rule[Any]:
+    """Return AdamW on U_lik + w U_prior, the energy of a method whose ``prior_weight`` is w.
 
-
-def adamw_at_rates(rates: Tensor, problem: Problem, *, prior_weight: float = 1.0) -> Rule[Any]:
-    """Return AdamW with a learning rate for each member [M]; the learning rate of an update is a factor of it."""
+    Args:
+        rates: [M] a learning rate for each member, of which the learning rate of an update is then a factor.
+    """
+    factor = 1.0 if rates is None else rates[:, None]
 
     def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
-        return descend(state, evaluation, problem, lr * rates[:, None], momentum=BETA_1, prior_weight=prior_weight)
+        return descend(state, evaluation, problem, lr * factor, momentum=BETA_1, prior_weight=prior_weight)
 
     return MAPConfig().build(problem)._replace(update=update)
 

@@ -27,7 +27,7 @@ def map_estimate(
     """Return the MAP estimate that an optimiser finds from ``theta``. Its step size falls linearly to 0.
 
     Args:
-        rule: the rule of the method ``map``.
+        rule: an optimiser.
         objective: an objective without dropout: a MAP estimate is defined without it.
         theta: [1, d] the start.
         problem: the problem that the rule was built for.

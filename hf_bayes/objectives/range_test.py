@@ -23,7 +23,7 @@ from hf_bayes.chains.objective import Objective
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import DEFAULT_ADAMW_RATE
 from hf_bayes.core.types import Problem
-from hf_bayes.methods.registry import adamw_at_rates
+from hf_bayes.methods.registry import adamw_rule
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """The rates of a trial, if the run is long enough for all of them."""
@@ -132,7 +132,7 @@ def range_test(
     rates, num_updates, usual = plan
     if not rates:
         return RangeTest(DEFAULT_ADAMW_RATE, {}, 0)
-    rule = adamw_at_rates(start.new_tensor(rates), problem, prior_weight=prior_weight)
+    rule = adamw_rule(problem, prior_weight=prior_weight, rates=start.new_tensor(rates))
     run = Run(rule, objective, start.expand(len(rates), -1).clone(), (), problem)
     losses = []
     steps = tqdm(range(num_updates), desc="trying learning rates", disable=not progress, leave=False)

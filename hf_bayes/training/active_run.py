@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import SchedulerType
 
 from hf_bayes.core.rng import generator
-from hf_bayes.core.types import Approximation, FinalPassResult
+from hf_bayes.core.types import Approximation, FinalPassResult, Problem
 from hf_bayes.diagnostics.informed_spread import InformedSpread
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
+from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods.registry import mirrors_chains
@@ -162,6 +163,14 @@ class ActiveRun:
             found, self.prior, self.problem.shapes, method.prior_weight,
             method.requirements.predicts_linearised, num_gradients, self.mirrored,
         )  # fmt: skip
+
+    @property
+    def energy(self) -> Problem:
+        """The problem, with the prior of the rung that a ladder has chosen."""
+        factor = self.method.prior_scale / self.settings.method.prior_scale
+        if factor == 1 or not isinstance(self.prior, IndependentPrior):
+            return self.problem
+        return self.problem._replace(prior=self.prior.scaled(factor).to(self.run.theta))
 
     @property
     def adamw_learning_rate(self) -> float | None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.members.evaluation_mode import evaluating
-from hf_bayes.methods.registry import map_rule
+from hf_bayes.methods.registry import adamw_rule
 from hf_bayes.objectives.map_estimate import map_estimate
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.posteriors.posterior import Posterior
@@ -16,6 +16,9 @@ from hf_bayes.training.compat import TrainerHost
 
 def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
     """Return a MAP estimate [1, d]: the posterior's first member, or mean, polished by AdamW on its own energy.
+
+    This energy is that of the chains: U_lik + T U_prior if only the likelihood is tempered, under the prior of the rung
+    that a ladder has chosen.
 
     By default that takes a tenth of the gradients that the run took, but no more updates than it had. All processes
     find the same. None where no comparison is wanted (``map_updates=0``), or the optimiser diverges.
@@ -40,13 +43,14 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
         context=active.host.autocast,
         prepare=active.host.prepare,
     )
+    energy = active.energy
     try:
         with evaluating(setup.model):
             return map_estimate(
-                map_rule(method, active.problem),
+                adamw_rule(energy, prior_weight=method.prior_weight),
                 objective,
                 start,
-                active.problem,
+                energy,
                 active.rows.updates_for_point(),
                 learning_rate=method.adamw_learning_rate,
                 num_updates=count,

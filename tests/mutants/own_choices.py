@@ -65,7 +65,7 @@ OWN_CHOICES = (
            "chains/test_energy_settings.py::test_a_start_on_a_saddle_has_a_scale[diagonal]")),
     # -- the trial of learning rates
     Fault("range test: all members at one rate", "objectives/range_test.py",
-          "adamw_at_rates(start.new_tensor(rates), ", "adamw_at_rates(start.new_tensor(rates[:1] * len(rates)), ",
+          "rates=start.new_tensor(rates)", "rates=start.new_tensor(rates[:1] * len(rates))",
           ("objectives/test_range_test.py::test_the_best_rate_is_the_one_that_arrives",
            "objectives/test_range_test.py::test_members_with_their_own_rates_are_separate_runs")),
     Fault("range test: the rate of a short trial for a long run", "objectives/range_test.py",

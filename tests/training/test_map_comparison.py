@@ -8,12 +8,15 @@ import torch
 from transformers import default_data_collator
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.types import Evaluation
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.training import map_comparison
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.map_comparison import compare, map_of_run
 from tests import runs
+from tests.methods import ladder_runs
 
 
 def test_metrics_at_save_set_the_posterior_beside_a_map_estimate(tmp_path):
@@ -39,6 +42,41 @@ def test_sgd_iterates_are_no_map_estimate_until_polished(tmp_path, name, polishe
     trainer.train()
     posterior = trainer.posterior
     assert torch.equal(map_of_run(posterior, trainer.active)[0], posterior.representative) is not polished
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "changes", "weight"),
+    [
+        ("sghmc", {}, {}, 1.0),
+        ("sghmc", {"temper": "likelihood", "temperature": 3.0}, {}, 3.0),
+        ("mean_field", {"temper": "likelihood", "temperature": 0.5}, {}, 0.5),
+        ("penalty", {"batch_posterior": True}, {"gradient_accumulation_steps": 3}, 5.0),  # T = N / n
+    ],
+)
+def test_a_map_estimate_is_of_the_energy_of_the_run(tmp_path, monkeypatch, name, fields, changes, weight):
+    trainer = runs.trainer(tmp_path, METHODS[name](num_chains=2, **fields), **changes)
+    trainer.train()
+    rule, problem = _given_to_map_estimate(trainer, monkeypatch)
+    state = rule.init(trainer.bayesian.theta.detach()[:1], ())
+    _, info = rule.update(state, Evaluation(torch.zeros(1), torch.zeros_like(state.theta)), 0.1, ())
+    torch.testing.assert_close(info["energy"], -weight * problem.prior.log_prob(state.theta))
+
+
+def test_a_map_estimate_has_the_prior_of_the_chosen_rung(tmp_path, monkeypatch):
+    run = ladder_runs.trainer(tmp_path, ladder_runs.config(ladder={"prior_scale": [0.5, 0.25]}))
+    run.train()
+    _, problem = _given_to_map_estimate(run, monkeypatch)
+    torch.testing.assert_close(problem.prior.std, run.method.prior_scale * run.active.prior.std.to(problem.prior.std))
+    assert run.method.prior_scale < 1
+
+
+def _given_to_map_estimate(trainer, monkeypatch):
+    """Return the rule and the problem that the comparison optimises with."""
+    given = []
+    monkeypatch.setattr(map_comparison, "map_estimate", lambda *args, **_: given.append(args))
+    map_of_run(trainer.posterior, trainer.active)
+    rule, _, _, problem, _ = given[0]
+    return rule, problem
 
 
 @pytest.mark.parametrize("name", ["sghmc", "map"])
