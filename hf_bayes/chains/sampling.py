@@ -65,8 +65,8 @@ def sample(
         method: a config of ``hf_bayes.METHODS``.
         num_steps: the number of updates.
         learning_rate: step size l as in SGD, where theta moves by l * grad U / num_data. It is a number, or a schedule:
-            a function from the update's index (from 0) to a number. Frictions are computed from the largest one. None
-            leaves it to the method (``energy_settings``).
+            a function from the update's index (from 0) to a number, which a kernel does not follow. Frictions are
+            computed from the largest one. None leaves it to the method (``energy_settings``).
         num_data: N, the number by which U is divided to get a mean loss.
         prior: the prior, if the energy is minus the log-likelihood alone, as ``temper="likelihood"`` and ``fit_prior``
             need it. It is an object of ``hf_bayes.distributions``, or the standard deviation of N(0, std^2), one number
@@ -94,7 +94,7 @@ def sample(
             a chain must start inside it.
     """
     plan.check_arguments(energy, method, prior, batches, batches_per_step, batch_fraction, seed,
-                         own_rate=learning_rate is None)  # fmt: skip
+                         learning_rate=learning_rate)  # fmt: skip
     form, given = Form.of(theta)
     plan.check_names(method, form)
     plan.burn_in_of(burn_in, num_steps)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.chains.theta_form import Energy, Form
-from hf_bayes.core.config import MethodConfig, check_config
+from hf_bayes.core.config import MethodConfig, check_config, check_schedules
 from hf_bayes.core.number_checks import is_count, is_finite_number, is_integral
 from hf_bayes.core.rng import generator, randn
 from hf_bayes.core.schedules import burn_in_steps
@@ -36,7 +36,7 @@ def check_arguments(
     batch_fraction: float | None,
     seed: Any,
     *,
-    own_rate: bool = False,
+    learning_rate: float | Callable[[int], float] | None,
 ) -> None:
     """Check the arguments of ``sample`` that do not depend on the number of updates.
 
@@ -45,8 +45,9 @@ def check_arguments(
     """
     check_energy(energy)
     check_method(method, batches, has_prior=prior is not None)
+    check_schedules(method, "a function as learning_rate" if callable(learning_rate) else None)
     check_seed(seed)
-    check_batches(method, batches, batches_per_step, batch_fraction, own_rate=own_rate)
+    check_batches(method, batches, batches_per_step, batch_fraction, own_rate=learning_rate is None)
 
 
 def problem_of(
@@ -300,11 +301,6 @@ def rates_of(
         if not _positive(learning_rate):
             raise ValueError(f"learning_rate must be a finite number > 0, got {learning_rate!r}")
         return [learning_rate * rate_factor(method, step, draw_steps) for step in range(num_steps)]
-    if method.schedule is not None:
-        raise ValueError(
-            f"learning_rate must be a number, the peak, under schedule={method.schedule.name!r} of {method.name}; got "
-            f"{learning_rate!r}: leave one of the two schedules out"
-        )
     rates = [learning_rate(step) for step in range(num_steps)]
     for step, rate in enumerate(rates):
         if not _positive(rate):

@@ -185,3 +185,22 @@ def check_config(method: Any) -> None:
     """Raise a ValueError unless ``method`` is a method's config (and not, say, its name or its class)."""
     if not isinstance(method, MethodConfig):
         raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")
+
+
+def check_schedules(method: MethodConfig, given: str | None = None) -> None:
+    """Check that a run has one schedule of step sizes at most, and that its method follows it.
+
+    Args:
+        method: a config, which may have a schedule.
+        given: another schedule of the run, as error messages quote it.
+    Raises:
+        ValueError: naming the schedules.
+    """
+    own = None if method.schedule is None else f"schedule={method.schedule.name!r}"
+    if own and given:
+        raise ValueError(f"{given} and {method.name}'s own {own} are two schedules: leave one of them out")
+    if (own or given) and not method.requirements.follows_schedule:
+        raise ValueError(
+            f"{method.name} sets its step sizes itself and would ignore {own or given}: leave it out, or use a method "
+            "that takes the learning rate of each update"
+        )

@@ -37,6 +37,8 @@ class Requirements:
             updates: n updates take ceil(n * gradients_per_update).
         adapts_step: burn-in adapts the step size from any start; a learning rate is only the start of the search.
         rate_falls: a learning rate from a range test falls linearly to 0. False: it stays constant.
+        follows_schedule: every update takes the step size of its own learning rate. False: the method sets its step
+            sizes itself and reads at most the peak of a schedule, so it refuses one.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
         all_chains_in_one_pass: the final pass needs the chains of all processes together.
         heldout: "whole": the final pass also uses held-out rows. "split": it fits on one half of them and judges the
@@ -67,6 +69,7 @@ class Requirements:
     gradients_per_update: int | Fraction = 1
     adapts_step: bool = False
     rate_falls: bool = True
+    follows_schedule: bool = True
     final_pass: bool = False
     all_chains_in_one_pass: bool = False
     heldout: Literal["none", "whole", "split"] = "none"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.config import MethodConfig, check_schedules
 from hf_bayes.core.number_checks import is_finite_number
 from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.schedules import Linear, burn_in_steps
@@ -222,8 +222,7 @@ def _build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
     if schedule is None:
         return method
     schedule.check(draws)
-    if isinstance(method, Kernel):
-        raise ValueError(f"{config.name} finds its own step size and would ignore schedule={schedule.name!r}")
+    assert isinstance(method, Rule)  # check_schedules: a kernel follows none
     if not schedule.has_ramp:
         return method
     try:
@@ -245,6 +244,7 @@ def _build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
 
 
 def _check(config: MethodConfig, problem: Problem) -> None:
+    check_schedules(config)
     for field in ("num_data", "learning_rate"):
         value = getattr(problem, field)
         if not is_finite_number(value) or value <= 0:

@@ -7,7 +7,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel, SchedulerType, TrainingArguments
 
-from hf_bayes.core.config import MethodConfig, check_config
+from hf_bayes.core.config import MethodConfig, check_config, check_schedules
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.refusals import compiling_blocks
@@ -138,18 +138,15 @@ def _refuse_optimizer_settings(args: Any, method: MethodConfig) -> None:
             "be counted twice. Set prior_std in the method's config (weight decay w on the mean loss is "
             "prior_std = 1/sqrt(N w))"
         )
-    if method.schedule is not None and args.lr_scheduler_type != "constant":
-        raise ValueError(
-            f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} and {method.name}'s own "
-            f"schedule={method.schedule.name!r} are two schedules: leave one of them out"
-        )
+    kind = SchedulerType(args.lr_scheduler_type)
+    check_schedules(method, None if kind is SchedulerType.CONSTANT else f"lr_scheduler_type={kind.value!r}")
     ignored = [name for name in _OF_AN_OPTIMIZER if getattr(args, name) != _default(args, name)]
     if ignored:
         raise ValueError(
             f"{', '.join(ignored)} of the arguments would be ignored: {method.name} is the optimizer. Leave them out, "
             "and set the fields of the method's config"
         )
-    if SchedulerType(args.lr_scheduler_type) is SchedulerType.REDUCE_ON_PLATEAU:
+    if kind is SchedulerType.REDUCE_ON_PLATEAU:
         raise ValueError(
             "lr_scheduler_type='reduce_lr_on_plateau' is refused: the steps of the chains would follow held-out rows, "
             "which a posterior must not have seen. Take a schedule of the step number, such as 'cosine'"

@@ -213,9 +213,21 @@ def test_rules_run_under_any_schedule_or_refuse_zero_temperature(name: str, sche
     assert draws.isfinite().all()
 
 
-def test_kernels_refuse_a_schedule() -> None:
-    with pytest.raises(ValueError, match="hmc finds its own step size and would ignore schedule='cyclical'"):
-        in_a_bowl(HMCConfig(schedule=Cyclical()))
+IGNORING = [
+    HMCConfig(), METHODS["metropolis"](), METHODS["gps"](), METHODS["penalty"](num_leapfrog=1),
+    METHODS["agps"](max_std=0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", IGNORING, ids=lambda config: config.name)
+def test_methods_with_their_own_steps_refuse_a_schedule(tmp_path: Any, config: MethodConfig) -> None:
+    words = f"{config.name} sets its step sizes itself and would ignore "
+    with pytest.raises(ValueError, match=f"{words}schedule='cyclical'"):
+        in_a_bowl(dataclasses.replace(config, schedule=Cyclical()))
+    with pytest.raises(ValueError, match=f"{words}a function as learning_rate"):
+        in_a_bowl(config, learning_rate=lambda step: 0.1)
+    with pytest.raises(ValueError, match=f"{words}lr_scheduler_type='cosine'"):
+        runs.trainer(tmp_path, config, lr_scheduler_type="cosine", gradient_accumulation_steps=3)
 
 
 # --------------------------------------------------------------------------------------------- the trainer honours it
@@ -257,7 +269,7 @@ def test_a_run_resumed_within_a_cycle_is_bitwise_the_same(tmp_path: Any) -> None
 def test_two_schedules_at_once_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"lr_scheduler_type='cosine' and sghmc's own schedule='cyclical' are two"):
         runs.trainer(tmp_path, SGHMCConfig(schedule=Cyclical()), lr_scheduler_type="cosine")
-    with pytest.raises(ValueError, match="learning_rate must be a number, the peak, under schedule='cyclical' of sgld"):
+    with pytest.raises(ValueError, match="a function as learning_rate and sgld's own schedule='cyclical' are two"):
         in_a_bowl(SGLDConfig(schedule=Cyclical()), learning_rate=lambda step: 0.1)
 
 

@@ -91,7 +91,7 @@ class GPSConfig(MethodConfig):
     @property
     def requirements(self) -> Requirements:
         rate: OwnRate = "given" if self.max_std is None else "unused"
-        return Requirements(all_data_in_every_update=True, learning_rate=rate)
+        return Requirements(all_data_in_every_update=True, learning_rate=rate, follows_schedule=False)
 
     def build(self, problem: Problem) -> Kernel[GPSState]:
         family, max_std = FAMILIES[self.family], self.max_std or problem.learning_rate

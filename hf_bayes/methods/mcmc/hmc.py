@@ -120,7 +120,9 @@ class HMCConfig(MethodConfig):
     def requirements(self) -> Requirements:
         rate: OwnRate = "given" if self.step_size is None else "unused"
         adapts = self.target_acceptance is not None
-        return Requirements(all_data_in_every_update=True, learning_rate=rate, adapts_step=adapts)
+        return Requirements(
+            all_data_in_every_update=True, learning_rate=rate, follows_schedule=False, adapts_step=adapts
+        )
 
     def build(self, problem: Problem) -> Kernel[HMCState]:
         first_size = self.step_size if self.step_size is not None else problem.learning_rate

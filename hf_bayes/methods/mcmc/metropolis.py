@@ -88,7 +88,9 @@ class MetropolisConfig(MethodConfig):
     def requirements(self) -> Requirements:
         rate: OwnRate = "given" if self.proposal_std is None else "unused"
         adapts = self.target_acceptance is not None
-        return Requirements(all_data_in_every_update=True, learning_rate=rate, adapts_step=adapts)
+        return Requirements(
+            all_data_in_every_update=True, learning_rate=rate, follows_schedule=False, adapts_step=adapts
+        )
 
     def build(self, problem: Problem) -> Kernel[MetropolisState]:
         first_std = self.proposal_std if self.proposal_std is not None else problem.learning_rate

@@ -121,6 +121,7 @@ class PenaltyConfig(MethodConfig):
             min_batches=2 + self._num_proposing,
             allows_private_rows=True,
             learning_rate="given" if self.step_size is None else "unused",
+            follows_schedule=False,
         )
 
     @property

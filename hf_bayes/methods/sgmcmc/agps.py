@@ -213,7 +213,9 @@ class AGPSConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(learning_rate="given" if self.max_std is None else "unused")
+        if self.max_std is None:
+            return Requirements()
+        return Requirements(learning_rate="unused", follows_schedule=False)
 
     def build(self, problem: Problem) -> Rule[AGPSState]:
         family = FAMILIES[self.family]
@@ -221,9 +223,9 @@ class AGPSConfig(MethodConfig):
         def init(theta: Tensor, rngs: Rngs) -> AGPSState:
             check_support(self.name, self.family, theta)
             at = family.start(theta, self.max_std or problem.learning_rate)
-            first = family.draw(rngs, at) if self.family == "gaussian" else theta
+            drawn = family.draw(rngs, at) if self.family == "gaussian" else theta
             step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            return AGPSState(first, *at, torch.zeros(len(theta), dtype=theta.dtype, device=theta.device), step)
+            return AGPSState(drawn, *at, torch.zeros(len(theta), dtype=theta.dtype, device=theta.device), step)
 
         def update(state: AGPSState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[AGPSState, Info]:
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
