@@ -58,13 +58,19 @@ def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
 
 
 def _warn_of_exceptions(name: str, info: dict[str, Tensor], first_error: Exception | None) -> None:
-    """Warn of moves that were rejected because the energy raised an exception."""
+    """Warn of points that were taken as outside the support because the energy raised an exception."""
     if first_error is None:
         return
     raised = info["energy_raised"]
+    where = f"in {int(raised.sum())} of {raised.numel()} moves, which were rejected as outside the support"
+    if not bool(raised.any()):
+        where = (
+            "in the search for a first step size, at points that were taken as outside the support, and in none of "
+            f"{raised.numel()} moves"
+        )
     warnings.warn(
-        f"{name}: the energy raised an exception in {int(raised.sum())} of {raised.numel()} moves, which were rejected "
-        f"as outside the support. The first was {type(first_error).__name__}: {first_error!s:.200}",
+        f"{name}: the energy raised an exception {where}. The first was {type(first_error).__name__}: "
+        f"{first_error!s:.200}",
         stacklevel=4,
     )
 

@@ -7,19 +7,23 @@ read the ``StepRecord`` that it returns and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_bayes.chains.objective import Objective, UpdateObjective
-from hf_bayes.core.types import Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule, State
+from hf_bayes.core.types import Approximation, Evaluate, Evaluation, Info, Kernel, Problem, Rngs, Rule, State
 
 NOISE_PERIOD = 97
 """Updates between two estimates of the gradient's variance from halves of a batch. An estimate costs half a gradient,
 0.5 % of all gradients. The period is prime, so that no cycle of a schedule or of a preconditioner has the same phase in
 all estimates."""
+
+START_ADVICE = (
+    "chains must start where it is finite. Use other starting points, a smaller init_jitter, or another warm start"
+)
 
 
 class StepRecord(NamedTuple, Generic[State]):
@@ -32,6 +36,7 @@ class StepRecord(NamedTuple, Generic[State]):
         state: the method's State after the update.
         info: the method's diagnostics, name -> [M].
         loss: [M] minus the mean log-likelihood of a term, in nats; None for an objective without terms.
+        moved: True if a rule took a step, and did not only estimate something.
     """
 
     step: int
@@ -40,11 +45,7 @@ class StepRecord(NamedTuple, Generic[State]):
     state: State
     info: Info
     loss: Tensor | None
-
-    @property
-    def moved(self) -> bool:
-        """True if a rule took a step. An update that only estimates something returns the same theta."""
-        return bool(self.learning_rate) and self.state.theta is not self.before
+    moved: bool
 
 
 class Run(Generic[State]):
@@ -101,15 +102,15 @@ class Run(Generic[State]):
             FloatingPointError: naming step, chain and parameter, before a number that is not finite enters the state.
         """
         if isinstance(self.method, Rule):
-            before, self.state, info = self._follow_rule(self.method, batches, learning_rate)
+            before, self.state, info, moved = self._follow_rule(self.method, batches, learning_rate)
         else:
             before, self.state, info = self._follow_kernel(self.method, batches)
-            learning_rate = None
+            learning_rate, moved = None, False
         self.num_updates += 1
         if self.num_updates in self.problem.draw_steps:
             self.take_draw()
         assert self.state is not None
-        return StepRecord(self.num_updates, learning_rate, before, self.state, info, self.loss)
+        return StepRecord(self.num_updates, learning_rate, before, self.state, info, self.loss, moved)
 
     def take_draw(self) -> None:
         """Store the positions of the chains as a draw."""
@@ -126,7 +127,7 @@ class Run(Generic[State]):
 
     def _follow_rule(
         self, rule: Rule[State], batches: list[Any], learning_rate: float | None
-    ) -> tuple[Tensor, State, Info]:
+    ) -> tuple[Tensor, State, Info, bool]:
         if learning_rate is None or not 0 <= learning_rate < math.inf:
             raise ValueError(
                 f"the learning rate of step {self.num_updates + 1} is {learning_rate}, it must be a finite number "
@@ -136,7 +137,7 @@ class Run(Generic[State]):
         if self.num_updates in rule.early_passes:
             state = rule.early_passes[self.num_updates](state, self.objective.data_pass)
         theta, state = rule.locate(state, self.rngs)
-        before = state.theta
+        before, moved = state.theta, learning_rate > 0 and not rule.estimates(state)
         evaluate = self.objective.for_update(batches, step=self.num_updates)
         anchor = rule.anchor(state)
         evaluation = evaluate(theta, split_rows=self._splits_rows, anchor=anchor)
@@ -148,16 +149,15 @@ class Run(Generic[State]):
         state, info = rule.update(state, evaluation, learning_rate, self.rngs)
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.loss = evaluation.loss
-        return before, state, {**info, **evaluate.info()}
+        return before, state, {**info, **evaluate.info()}, moved
 
     def _follow_kernel(self, kernel: Kernel[State], batches: list[Any]) -> tuple[Tensor, State, Info]:
-        state, inside, known = self.state, self.theta, self.loss
+        state, known = self.state, self.loss
         if state is None:
-            evaluate = _Watched(self.objective.for_update(batches, step=self.num_updates, inside=inside))
-            state = kernel.init(self._start.clone(), evaluate, self.rngs)
-            known = evaluate.first
-        # anew: the search for a first step size is no move
-        evaluate = _Watched(self.objective.for_update(batches, step=self.num_updates, inside=inside))
+            state, known = self._start_kernel(kernel.init, self._start.clone(), batches)
+        if self.num_updates in kernel.later_starts:
+            state, known = self._start_kernel(kernel.later_starts[self.num_updates], state, batches)
+        evaluate = _Watched(self._for_kernel(batches))
         before = state.theta
         state, info = kernel.step(state, evaluate, self.rngs)
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
@@ -166,6 +166,29 @@ class Run(Generic[State]):
             stays = (state.theta == before).all(1)
             self.loss = torch.where(stays, evaluate.first if known is None else known, evaluate.last)
         return before, state, {**info, **evaluate.info()}
+
+    def _start_kernel(
+        self, start: Callable[[Any, Evaluate, Rngs], State], at: Any, batches: list[Any]
+    ) -> tuple[State, Tensor | None]:
+        """Return the state of a kernel that starts at ``at``, and the loss there.
+
+        The evaluations are apart from those of the first move: the search for a first step size is no move.
+
+        Raises:
+            FloatingPointError: if a chain starts where the log-likelihood, its gradient or the prior is not finite.
+        """
+        evaluate = _Watched(self._for_kernel(batches), self._require_start)
+        return start(at, evaluate, self.rngs), evaluate.first
+
+    def _for_kernel(self, batches: list[Any]) -> UpdateObjective:
+        return self.objective.for_update(batches, step=self.num_updates, inside=self.theta)
+
+    def _require_start(self, theta: Tensor, evaluation: Evaluation) -> None:
+        words = self.objective.words
+        values = {words.value: evaluation.log_lik, "log-prior": self.problem.prior.log_prob(theta)}
+        if evaluation.grad_log_lik is not None:
+            values[words.gradient] = evaluation.grad_log_lik
+        self._require_finite(values, advice=START_ADVICE)
 
     @property
     def _splits_rows(self) -> bool:
@@ -179,7 +202,7 @@ class Run(Generic[State]):
         period = (self.num_updates - self.problem.burn_in) % NOISE_PERIOD == 0
         return period or self.num_updates + 1 == self.problem.draw_steps[-1]
 
-    def _require_finite(self, values: Mapping[str, Tensor]) -> None:
+    def _require_finite(self, values: Mapping[str, Tensor], *, advice: str | None = None) -> None:
         """Raise a FloatingPointError if a number is not finite, naming chain and parameter.
 
         All numbers are first summed, in one pass over memory. Chain and parameter are searched only if a sum is not
@@ -187,6 +210,7 @@ class Run(Generic[State]):
 
         Args:
             values: name for the message -> [M], or [M, ..., d].
+            advice: what to do; None takes the words of the objective.
         """
         floats = {what: value for what, value in values.items() if value.is_floating_point()}
         if bool(torch.stack([value.sum().double() for value in floats.values()]).isfinite().all()):
@@ -202,7 +226,7 @@ class Run(Generic[State]):
             if value.ndim > 1 and value.shape[-1] == self._start.shape[1]:
                 named += self.objective.place_of(int(bad[rows[0]].reshape(-1, value.shape[-1]).any(0).nonzero()[0, 0]))
             raise FloatingPointError(
-                f"non-finite {what} at {words.step} {self.num_updates + 1} ({named}): {words.advice}"
+                f"non-finite {what} at {words.step} {self.num_updates + 1} ({named}): {advice or words.advice}"
             )
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -257,16 +281,24 @@ class Run(Generic[State]):
 
 
 class _Watched:
-    """An update's objective that keeps the loss of its first and of its last evaluation."""
+    """An update's objective that keeps the loss of its first and of its last evaluation.
 
-    def __init__(self, evaluate: UpdateObjective) -> None:
-        self._evaluate = evaluate
+    Args:
+        evaluate: the objective.
+        check: called with theta and the evaluation there, of the first evaluation only.
+    """
+
+    def __init__(self, evaluate: UpdateObjective, check: Callable[[Tensor, Evaluation], None] | None = None) -> None:
+        self._evaluate, self._check = evaluate, check
         self.first: Tensor | None = None
         self.last: Tensor | None = None
         self.info = evaluate.info
 
     def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
         evaluation = self._evaluate(theta, gradient=gradient, batches=batches)
+        if self._check is not None:
+            self._check(theta, evaluation)
+            self._check = None
         self.last = evaluation.loss
         self.first = self.last if self.first is None else self.first
         return evaluation

@@ -114,14 +114,9 @@ def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[Lange
         )
     passes = own | set(ladder.looks) | set(ladder.reviews)
     return Rule(
-        ladder.init,
-        ladder.locate,
-        ladder.update,
-        ladder.finish,
-        ladder.final_pass,
-        {step: ladder.pass_after(step) for step in sorted(passes)},
-        ladder.anchor,
-    )
+        ladder.init, ladder.locate, ladder.update, ladder.finish, ladder.final_pass,
+        {step: ladder.pass_after(step) for step in sorted(passes)}, ladder.anchor, estimates=ladder.estimates,
+    )  # fmt: skip
 
 
 def _reviews(draws: tuple[int, ...], choice: int) -> tuple[int, ...]:
@@ -195,6 +190,10 @@ class _Ladder:
         if all(points is None for _, points, _ in found):
             return None
         return scattered([(rows, theta if points is None else points) for rows, points, theta in found])
+
+    def estimates(self, state: Any) -> bool:
+        """Return whether the next update only estimates something: all rungs do that in the same updates."""
+        return self.rungs[0].rule.estimates(inner_state(state))
 
     def update(self, state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
         """Return the state after an update of every chain by the rule of its rung."""

@@ -34,6 +34,19 @@ def test_chains_that_accept_nothing_are_warned_of(method: MethodConfig) -> None:
         run(energy, method=method, learning_rate=1.0, burn_in=4)
 
 
+def test_exceptions_in_the_search_for_a_step_are_no_moves() -> None:
+    def energy(theta: Tensor, batch: None) -> Tensor:
+        if bool((theta.abs() > 100).any()):
+            raise OverflowError("too far")
+        return bowl(theta, batch)
+
+    words = (
+        r"hmc: the energy raised an exception in the search for a first step size, .* in none of 80 moves\. The first"
+    )
+    with pytest.warns(UserWarning, match=rf"{words} was OverflowError: too far"):
+        run(energy, method=HMCConfig(num_leapfrog=1), learning_rate=1e3, burn_in=20, num_steps=40)
+
+
 def _wells(theta: Tensor, batch: None) -> Tensor:
     """Normals of unit variance at -9 and 9: no chain gets from one to the other."""
     return -torch.logaddexp(*(-0.5 * (theta - mode).square().sum(1) for mode in (-9, 9)))

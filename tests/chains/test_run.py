@@ -1,17 +1,27 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from hf_bayes.chains.run import NOISE_PERIOD, Run
-from hf_bayes.core.types import Kernel
+from hf_bayes.core.types import Evaluation, Kernel
+from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
-from tests.chains.normal_objective import CHAINS, normal_run
+from tests.chains.normal_objective import CHAINS, OfUpdate, normal_run
+
+
+class UniformPrior(FlatPrior):
+    """Uniform on [-1, 1] in every coordinate."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        return torch.where((theta.abs() <= 1).all(1), 0.0, -torch.inf)
 
 
 def state(run: Run) -> dict[str, Tensor]:
@@ -78,7 +88,7 @@ def test_a_refused_proposal_keeps_the_loss_of_its_chain() -> None:
 
 @pytest.mark.parametrize("warm_start_steps", [0, 2])
 @pytest.mark.parametrize("name", METHODS, ids=str)
-@pytest.mark.parametrize("cut", [1, 3, 4])
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_chains_go_on_bitwise_from_their_tensors(name: str, warm_start_steps: int, cut: int) -> None:
     own = {
         "snapshot": {"schedule": None},  # five updates leave no room for cycles
@@ -126,6 +136,51 @@ def test_rows_are_split_from_the_end_of_burn_in_and_at_the_end() -> None:
         run.num_updates = step
         found += [step] if run._splits_rows else []
     assert found == [2, 2 + NOISE_PERIOD, 2 + 2 * NOISE_PERIOD, 249]
+
+
+BAD_STARTS = {
+    "log-likelihood": lambda found, bad: found._replace(log_lik=found.log_lik.clone().index_fill_(0, bad, torch.nan)),
+    "gradient of the log-likelihood": lambda found, bad: found._replace(
+        grad_log_lik=found.grad_log_lik.clone().index_fill_(0, bad, torch.inf)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_STARTS)
+def test_a_bad_start_of_a_kernel_names_the_chain_of_the_run(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chains of a later process: its second row is chain 4 of the run."""
+    evaluate = OfUpdate.__call__
+
+    def spoiled(self: OfUpdate, *args: Any, **options: Any) -> Evaluation:
+        return BAD_STARTS[what](evaluate(self, *args, **options), torch.tensor([1]))
+
+    monkeypatch.setattr(OfUpdate, "__call__", spoiled)
+    run = normal_run(HMCConfig(num_chains=CHAINS))
+    run.chains = range(3, 3 + CHAINS)
+    with pytest.raises(
+        FloatingPointError, match=rf"non-finite {what} at step 1 \(chain 4.*\): chains must start where"
+    ):
+        run.update([None])
+    assert run.state is None
+
+
+def test_a_kernel_does_not_start_outside_its_prior() -> None:
+    run = normal_run(METHODS["penalty"](num_chains=CHAINS))
+    run.problem = run.problem._replace(prior=UniformPrior())
+    run._start[2, 0] = 2.0
+    with pytest.raises(FloatingPointError, match=r"non-finite log-prior at step 1 \(chain 2\): chains must start"):
+        run.update([None] * 4)
+
+
+def test_the_search_for_a_step_size_leaves_no_loss() -> None:
+    """AdamW takes two steps, and HMC searches its first step size before the third update."""
+    run = normal_run(METHODS["hmc"](warm_start_steps=2, num_leapfrog=1), draw_steps=range(5, 6), burn_in=4)
+    for _ in range(2):
+        record = run.update([None])
+        torch.testing.assert_close(record.loss.float(), 0.5 * record.before.square().sum(1))
+    for _ in range(3):
+        loss = run.update([None]).loss
+        torch.testing.assert_close(loss.float(), 0.5 * run.theta.square().sum(1))
 
 
 def test_a_kernel_has_no_learning_rate() -> None:

@@ -319,3 +319,12 @@ def test_an_inherited_posterior_cannot_be_scaled(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="the prior is an inherited posterior, which a ladder of prior_scale cannot"):
         run.train()
+
+
+def test_estimates_of_a_preconditioner_are_no_moves(tmp_path: Path) -> None:
+    masses = {"preconditioner": "layerwise", "preconditioner_batches": 2}
+    run = trainer(tmp_path, config(**masses))
+    run.train()
+    assert run.monitor.totals["unmoved"].tolist() == [0.0] * 4
+    moves = STEPS - 4 * 2  # four cycles, two updates of each an estimate
+    assert run.monitor.totals["rates"].tolist() == pytest.approx([moves * 1e-2] * 4)

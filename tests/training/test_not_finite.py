@@ -245,7 +245,9 @@ def test_numbers_spoilt_in_memory_after_their_step_are_not_saved(tmp_path):
 def test_kernels_refuse_to_start_at_a_non_finite_likelihood(tmp_path, name):
     model = with_lora(tiny_llama())
     model.base_model.model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(FloatingPointError, match="chain 0 starts where the energy"):
+    with pytest.raises(
+        FloatingPointError, match=r"non-finite log-likelihood at step 1 \(chains 0, 1\): chains must start"
+    ):
         runs.trainer(tmp_path, METHODS[name](num_chains=2), model=model).train()
 
 

@@ -183,8 +183,11 @@ def warm_start(
     def anchor(state: Any) -> Tensor | None:
         return None if _is_warming(state, steps) else rule.anchor(inner_state(state))
 
+    def estimates(state: Any) -> bool:
+        return not _is_warming(state, steps) and rule.estimates(inner_state(state))
+
     early_passes = {steps + number: _early_pass_of(each) for number, each in rule.early_passes.items()}
-    return Rule(init, locate, update, *_end_of(rule), early_passes, anchor, rescale, restart)
+    return Rule(init, locate, update, *_end_of(rule), early_passes, anchor, rescale, restart, estimates)
 
 
 def _early_pass_of(early_pass: EarlyPass) -> EarlyPass:
@@ -210,7 +213,10 @@ def _end_of(
 def warm_start_kernel(
     kernel: Kernel[Any], *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0
 ) -> Kernel[Any]:
-    """Return a kernel whose first ``steps`` moves are steps of AdamW, with one evaluation each; see ``warm_start``."""
+    """Return a kernel whose first ``steps`` moves are steps of AdamW, with one evaluation each; see ``warm_start``.
+
+    The kernel starts before the move that follows, so that the loss of the last step of AdamW is its own.
+    """
 
     def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> Any:
         return _warming(begin(theta, rngs), kernel.init(theta, evaluate, spare_generators(rngs)))
@@ -227,12 +233,15 @@ def warm_start_kernel(
             momentum=BETA_1,
             prior_weight=prior_weight,
         )
-        state = _warming(warm, inner_state(state))
-        if not _is_warming(state, steps):
-            state = with_inner(state, kernel.init(warm.theta, evaluate, rngs))
-        return state, info
+        return _warming(warm, inner_state(state)), info
 
-    return Kernel(init, step, lambda state, draws: kernel.finish(inner_state(state), draws))
+    def begin_kernel(state: Any, evaluate: Evaluate, rngs: Rngs) -> Any:
+        return with_inner(state, kernel.init(state.theta, evaluate, rngs))
+
+    def finish(state: Any, draws: Tensor) -> Approximation:
+        return kernel.finish(inner_state(state), draws)
+
+    return Kernel(init, step, finish, later_starts={steps: begin_kernel})
 
 
 def _warming(warm: MAPState, inner: Any) -> Any:

@@ -40,9 +40,9 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import OwnRate, Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
-from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import energy, grad_energy
-from hf_bayes.methods.mcmc.checks import check_start, check_temperature
+from hf_bayes.methods.mcmc.checks import check_temperature
 from hf_bayes.methods.sgmcmc.agps import FAMILIES, Family, Parameters, check_support
 
 
@@ -106,7 +106,6 @@ class GPSConfig(MethodConfig):
         def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> GPSState:
             check_support(self.name, self.family, theta)
             value, gradient = potential(theta, evaluate)
-            check_start(self.name, value, gradient)
             steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
             variance = family.first_variance(theta)
             return GPSState(theta, value, gradient, *family.fit(theta, variance), theta, variance, steps)
@@ -148,10 +147,7 @@ class GPSConfig(MethodConfig):
                 "divergent": divergent.to(value.dtype),
             }
 
-        def finish(state: GPSState, draws: Tensor) -> Draws:
-            return Draws.from_chains(draws)
-
-        return Kernel(init, step, finish)
+        return Kernel(init, step, keep_draws)
 
 
 def walk(state: GPSState, family: Family, rngs: Rngs) -> Tensor:

@@ -45,9 +45,9 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import OwnRate, Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
-from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import energy, grad_energy
-from hf_bayes.methods.mcmc.checks import check_start, check_temperature
+from hf_bayes.methods.mcmc.checks import check_temperature
 from hf_bayes.methods.mcmc.learnt_scales import add_position, place_of, scales_of
 
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -135,7 +135,6 @@ class HMCConfig(MethodConfig):
         def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> HMCState:
             potential = potential_of(evaluate)
             value, gradient = potential(theta)
-            check_start(self.name, value, gradient)
             size = theta.new_full((len(theta),), first_size)
             if adapted_steps > 0:
                 size = find_step_size(theta, randn(rngs, theta), value, gradient, size, potential)
@@ -173,10 +172,7 @@ class HMCConfig(MethodConfig):
             }
             return self._tuned(moved, acceptance, adapted_steps, windows), info
 
-        def finish(state: HMCState, draws: Tensor) -> Draws:
-            return Draws.from_chains(draws)
-
-        return Kernel(init, step, finish)
+        return Kernel(init, step, keep_draws)
 
     def _potential(self, problem: Problem, evaluate: Evaluate) -> Potential:
         def potential(theta: Tensor) -> tuple[Tensor, Tensor]:

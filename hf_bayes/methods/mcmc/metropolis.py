@@ -30,9 +30,9 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import OwnRate, Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
-from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import energy
-from hf_bayes.methods.mcmc.checks import check_start, check_temperature
+from hf_bayes.methods.mcmc.checks import check_temperature
 from hf_bayes.methods.mcmc.learnt_scales import add_position, place_of, scales_of
 
 LEAST_BURN_IN = 160
@@ -102,7 +102,6 @@ class MetropolisConfig(MethodConfig):
 
         def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> MetropolisState:
             start = energy_at(theta, evaluate)
-            check_start(self.name, start)
             log_std = theta.new_full((len(theta),), first_std).log()
             steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
             zeros = torch.zeros_like(theta)
@@ -126,10 +125,7 @@ class MetropolisConfig(MethodConfig):
             new = self._tuned(moved, acceptance, adapted_steps, windows)
             return new, {"acceptance": acceptance, "step_size": std, "divergent": divergent.to(std.dtype)}
 
-        def finish(state: MetropolisState, draws: Tensor) -> Draws:
-            return Draws.from_chains(draws)
-
-        return Kernel(init, step, finish)
+        return Kernel(init, step, keep_draws)
 
     def _tuned(
         self, state: MetropolisState, acceptance: Tensor, adapted_steps: int, windows: tuple[int, ...]

@@ -44,7 +44,7 @@ from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import energy, grad_energy, log_prior
-from hf_bayes.methods.mcmc.checks import check_start, check_temperature
+from hf_bayes.methods.mcmc.checks import check_temperature
 from hf_bayes.methods.mcmc.hmc import leapfrog
 
 MAX_RATIO = 0.25
@@ -139,7 +139,7 @@ class PenaltyConfig(MethodConfig):
         adapted_steps = 0 if self.target_acceptance is None else problem.burn_in
 
         def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> PenaltyState:
-            check_start(self.name, energy(evaluate(theta, gradient=False), theta, problem.prior))
+            evaluate(theta, gradient=False)  # the caller checks that chains start where it is finite
             count = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
             return PenaltyState(theta, theta.new_full((len(theta),), first_step).log(), count, count.clone())
 

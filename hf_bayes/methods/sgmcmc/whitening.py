@@ -127,7 +127,7 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
     passes = {0: whitened.find_root, measured: whitened.choose}
     return Rule(
         whitened.init, locate_at_theta, whitened.update, finish, None, passes, whitened.anchor, whitened.rescale,
-        whitened.restart,
+        whitened.restart, lambda state: int(state.trial_num_taken[0]) < measured,
     )  # fmt: skip
 
 

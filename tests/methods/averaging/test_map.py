@@ -49,8 +49,10 @@ def run(config: MethodConfig, num_steps: int, *, lr: float = 0.02, seed: int = 0
     rngs = [generator(seed, chain) for chain in range(2)]
     path = []
     state = method.init(START, evaluate, rngs) if isinstance(method, Kernel) else method.init(START, rngs)
-    for _ in range(num_steps):
+    for step in range(num_steps):
         if isinstance(method, Kernel):
+            if step in method.later_starts:
+                state = method.later_starts[step](state, evaluate, rngs)
             state, _ = method.step(state, evaluate, rngs)
         else:
             theta, state = method.locate(state, rngs)

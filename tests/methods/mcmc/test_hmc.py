@@ -260,12 +260,6 @@ def test_resume_is_bitwise_also_during_adaptation(cut: int) -> None:
     assert_resume_is_bitwise(HMCConfig(), cut)
 
 
-def test_a_start_without_a_gradient_is_refused() -> None:
-    kernel = HMCConfig().build(problem())
-    with pytest.raises(FloatingPointError, match="hmc: chain 1 starts where the energy"):
-        kernel.init(torch.tensor([[1.0], [0.0]]), evaluator(lambda theta: theta[:, 0].sqrt()), chain_rngs(2))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

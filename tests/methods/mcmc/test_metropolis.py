@@ -200,12 +200,6 @@ def test_resume_is_bitwise_also_during_adaptation(cut: int) -> None:
     assert_resume_is_bitwise(MetropolisConfig(), cut)
 
 
-def test_a_start_without_an_energy_is_refused() -> None:
-    kernel = MetropolisConfig().build(problem())
-    with pytest.raises(FloatingPointError, match="metropolis: chain 1 starts where the energy"):
-        kernel.init(torch.tensor([[1.0], [-1.0]]), evaluator(lambda theta: theta[:, 0].log()), chain_rngs(2))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
