@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,10 +25,10 @@ from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of, stored_temperature
 from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
-from hf_bayes.models.loading import load, student_network
+from hf_bayes.models.loading import loaded
 from hf_bayes.models.predictors import MemberLogLik, Predictor, Reader, Readings
 from hf_bayes.models.refusals import refuse_distilled, refuse_likelihood, refuse_theta
-from hf_bayes.models.restoration import GradientFlags, Restoration
+from hf_bayes.models.restoration import Restoration
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
@@ -117,21 +117,21 @@ class BayesianModel(HostMethods):
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
-        own_base = GradientFlags(base_model) if isinstance(base_model, nn.Module) else None
         location = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
                     "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
-        how: dict[str, Any] = {"members": members, "base_model": base_model, "check_base": check_base, "dtype": dtype,
-                               "device_map": device_map, "trust_remote_code": trust_remote_code}  # fmt: skip
-        model, layout, theta, posterior = load(directory_or_repo, cls.task, cls.auto_class, location=location, **how)
-        if prediction == DISTILLED:
-            theta = student_network(posterior, members).to(theta)
-        bayesian: Self = cls(model, layout, theta, **cls.settings_of(posterior.config.head, likelihood))
-        bayesian._restoration.own_base = own_base
-        bayesian.use_settings_of(posterior)
-        bayesian.calibrated = calibrated
-        stored = "members" if members is not None else posterior.config.prediction
-        bayesian.eval()
-        return bayesian.predict_by(stored if prediction is None else prediction)
+        how: dict[str, Any] = {"members": members, "prediction": prediction, "base_model": base_model, "dtype": dtype,
+                               "check_base": check_base, "device_map": device_map, "location": location,
+                               "trust_remote_code": trust_remote_code}  # fmt: skip
+        with loaded(directory_or_repo, cls.task, cls.auto_class, **how) as found, ExitStack() as undo:
+            bayesian: Self = cls(*found[:3], **cls.settings_of(found.posterior.config.head, likelihood))
+            undo.callback(bayesian.detach)  # the caller does not hold this object, and cannot detach it
+            bayesian.use_settings_of(found.posterior)
+            bayesian.calibrated = calibrated
+            stored = "members" if members is not None else found.posterior.config.prediction
+            bayesian.eval().predict_by(stored if prediction is None else prediction)
+            undo.pop_all()
+        bayesian._restoration.own_base = found.own_base
+        return bayesian
 
     def use_settings_of(self, posterior: Posterior) -> None:
         """Take all settings other than the members from the posterior that the model is loaded from."""

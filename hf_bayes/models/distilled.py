@@ -16,10 +16,10 @@ from torch import Tensor
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.input_predictors import member_outputs
-from hf_bayes.models.loading import student_network
 from hf_bayes.models.output_layer import OutputLayer
 from hf_bayes.models.predictives import ClassPredictive
 from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.student_network import student_network
 from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.decomposition import Prediction, Uncertainty
 from hf_bayes.uncertainty.likelihoods import Likelihood

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.models.loading import load
+from hf_bayes.models.loading import loaded
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.directory import member_files
 from hf_bayes.posteriors.posterior import Posterior
@@ -107,15 +107,15 @@ def export_model(
 def merged(posterior: Posterior, network: Tensor, *, base_model: Any = None) -> PreTrainedModel:
     """Return the base model with the weights of a network [d], an adapter merged into it."""
     task = TASKS[posterior.config.task]
-    model, layout, _, _ = load(
+    with loaded(
         posterior, task.name, getattr(transformers, task.auto_class), members=None, location={}, dtype=None,
         device_map=None, trust_remote_code=False, base_model=base_model, check_base=True,
-    )  # fmt: skip
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in layout.unflatten(network).items():
-        parameters[name].copy_(value)
-    found: Any = model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model
-    _untie(found)
+    ) as (model, layout, *_):  # fmt: skip
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, value in layout.unflatten(network).items():
+            parameters[name].copy_(value)
+        found: Any = model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model
+        _untie(found)
     return found
 
 

@@ -6,9 +6,10 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,7 +30,9 @@ from hf_bayes.models import lora_layers
 from hf_bayes.models.base_location import locate, reaching, refuse_adapted
 from hf_bayes.models.checkpoint_weights import Loaded, load_pretrained, warn_of_lost_weights
 from hf_bayes.models.restoration import GradientFlags, unwrapped
+from hf_bayes.models.student_network import student_network
 from hf_bayes.posteriors.posterior import Posterior, require_members
+from hf_bayes.posteriors.student import DISTILLED
 
 _TOKENIZER = ("tokenizer_config.json",)
 _READERS = ("preprocessor_config.json", "processor_config.json")
@@ -40,8 +43,26 @@ _UNCHECKED = (
 _PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 
 
-@readable_errors()
-def load(
+class LoadedPosterior(NamedTuple):
+    """A posterior on its base model.
+
+    Attributes:
+        model: the base model, with the posterior's adapter if it has one.
+        layout: the random parameters.
+        theta: [M, d], the members.
+        posterior: the posterior.
+        own_base: the flags of a base model that the caller gave, as they were before; None for any other.
+    """
+
+    model: nn.Module
+    layout: Layout
+    theta: Tensor
+    posterior: Posterior
+    own_base: GradientFlags | None
+
+
+@contextlib.contextmanager
+def loaded(
     directory_or_repo: str | os.PathLike[str] | Posterior,
     task: str,
     auto_class: Any,
@@ -53,81 +74,67 @@ def load(
     trust_remote_code: bool,
     base_model: str | os.PathLike[str] | PreTrainedModel | None,
     check_base: bool,
-) -> tuple[nn.Module, Layout, Tensor, Posterior]:
-    """Return the base model (with its adapter, if it has one), the layout, the members [M, d] and the posterior.
+    prediction: str | None = None,
+) -> Iterator[LoadedPosterior]:
+    """Yield a posterior on its base model. If the block raises, a ``base_model`` of the caller is given back unchanged.
+
+    A dtype to which the caller's model has been converted stays.
 
     Args:
         task: the task that the posterior must have.
         auto_class: the auto class that loads its base model.
         location: the location of the posterior, as ``Posterior.from_pretrained`` takes it.
+        prediction: "distilled" takes the network of the posterior's student as the only member.
     Raises:
         ValueError: if the posterior is of another task, it was made with another base model (naming the difference;
-            ``check_base=False`` overrides), ``members`` is not a number of members, or ``dtype`` is not a dtype of
-            models.
+            ``check_base=False`` overrides), ``members`` is not a number of members, it has no student, or ``dtype`` is
+            not a dtype of models.
         OSError: if there is no posterior, or no base model, to be found.
     """
-    if members is not None:
-        require_members(members)
-    wanted = _dtype_of(dtype)
-    posterior = read(directory_or_repo, location)
-    what = posterior.source or "this posterior"
-    if posterior.config.task != task:
-        raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
-    loaded = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
-    loaded_as = loaded.model.dtype
-    model = _fitted(loaded.model, posterior, check_base)
-    if not check_base or posterior.config.base_model["fingerprint"].get("weights") is None:
-        warn_of_lost_weights(loaded, posterior.layout, what)
-    if wanted is not None and wanted != loaded_as:
-        model = model.to(wanted)
-    model.eval()
-    if members == 1 or posterior.config.num_members == 1:
-        warnings.warn(f"{what}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
-    theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
-    return model, posterior.layout, theta.to(next(model.parameters()).device), posterior
+    with readable_errors(), contextlib.ExitStack() as until_the_end:
+        if members is not None:
+            require_members(members)
+        wanted = _dtype_of(dtype)
+        posterior = read(directory_or_repo, location)
+        what = posterior.source or "this posterior"
+        if posterior.config.task != task:
+            raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
+        found = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
+        loaded_as = found.model.dtype
+        own_base = GradientFlags(base_model) if isinstance(base_model, nn.Module) else None
+        model = until_the_end.enter_context(_fitted(found.model, posterior, check_base))
+        if not check_base or posterior.config.base_model["fingerprint"].get("weights") is None:
+            warn_of_lost_weights(found, posterior.layout, what)
+        if members == 1 or posterior.config.num_members == 1:
+            warnings.warn(f"{what}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
+        if prediction == DISTILLED:
+            theta = student_network(posterior, members)
+        else:
+            theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
+        if wanted is not None and wanted != loaded_as:
+            model = model.to(wanted)
+        model.eval()
+        theta = theta.to(next(model.parameters()).device)
+        yield LoadedPosterior(model, posterior.layout, theta, posterior, own_base)
 
 
-def student_network(posterior: Posterior, members: int | None = None) -> Tensor:
-    """Return the network [1, d] that the distilled student of a posterior reads.
-
-    Raises:
-        ValueError: if there is no student, or for a number of members, which a student does not have.
-    """
-    if posterior.student is None:
-        raise ValueError(
-            f"{posterior.source or 'this posterior'} has no distilled student: call hf_bayes.distil(posterior, rows), "
-            "and save what it returns"
-        )
-    if members is not None:
-        raise ValueError(
-            f"members={members} with prediction='distilled': a student is a single network. Leave one of them out"
-        )
-    return network_of(posterior, posterior.config.student["network"])
-
-
-def network_of(posterior: Posterior, name: str) -> Tensor:
-    """Return a network [1, d], by its name in ``posteriors.student.NETWORKS``."""
-    rows = posterior.approximation.rows
-    return rows.mean(0, keepdim=True) if name == "mean" else rows[:1]
-
-
-def _fitted(core: nn.Module, posterior: Posterior, check_base: bool) -> nn.Module:
-    """Return the base model with the posterior's adapter after all checks; an error leaves it unchanged."""
-    what = posterior.source or "this posterior"
-    if posterior.adapter_config is None:
-        _check_parameters(core, posterior.layout, what)
-        _check_base(core, core, posterior, what, check_base)
-        return core
-    flags = GradientFlags(core)
-    model: nn.Module = lora_layers.build(core, posterior.adapter_config, posterior.layout, posterior.config.task, what)
+@contextlib.contextmanager
+def _fitted(core: nn.Module, posterior: Posterior, check_base: bool) -> Iterator[nn.Module]:
+    """Yield the base model with the posterior's adapter after all checks; an error of the block leaves it unchanged."""
+    what, adapter = posterior.source or "this posterior", posterior.adapter_config
+    flags, modes = GradientFlags(core), [(module, module.training) for module in core.modules()]
+    model = core if adapter is None else lora_layers.build(core, adapter, posterior.layout, posterior.config.task, what)
     try:
         _check_parameters(model, posterior.layout, what)
         _check_base(model, core, posterior, what, check_base)
-    except ValueError:
-        unwrapped(model)
+        yield model
+    except BaseException:
+        if isinstance(model, PeftModel):
+            unwrapped(model)
         flags.restore()
+        for module, mode in modes:
+            module.training = mode
         raise
-    return model
 
 
 def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, what: str, check_base: bool) -> None:

@@ -25,6 +25,7 @@ from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
+from hf_bayes.uncertainty.custom.poisson import Poisson
 from hf_bayes.uncertainty.likelihoods import Bernoulli
 from tests.posteriors.storage.test_read import as_hub_cache
 from tests.runs import label_rows, trainer
@@ -109,6 +110,29 @@ def test_a_given_base_model_is_returned_without_the_adapter(saved: Path) -> None
         assert all(found[name] is module for name, module in modules.items())
         assert {n: p.requires_grad for n, p in base.named_parameters()} == flags
         assert torch.equal(base(**batch()).logits, expected)
+
+
+REFUSED = {
+    "no such prediction": ({"prediction": "typo"}, "prediction must be one of"),
+    "draws are not linearised": ({"prediction": "linearised"}, "Gaussian"),
+    "no student": ({"prediction": "distilled"}, "no distilled student"),
+    "likelihood of other tasks": ({"likelihood": Poisson()}, "leave likelihood out"),
+    "more members than draws": ({"members": 5}, "5"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_a_refused_load_gives_the_base_back_unchanged(saved: Path, options: dict[str, Any], message: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(saved / "base").train()
+    base.lm_head.requires_grad_(False)
+    modules, flags = dict(base.named_modules()), {n: p.requires_grad for n, p in base.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        BayesianModelForCausalLM.from_pretrained(saved / "posterior", base_model=base, **options)
+    assert all(module is modules[name] for name, module in base.named_modules())
+    assert not any("forward" in vars(module) for module in modules.values())
+    assert {n: p.requires_grad for n, p in base.named_parameters()} == flags
+    assert all(module.training for module in modules.values())
+    BayesianModelForCausalLM.from_pretrained(saved / "posterior", base_model=base)
 
 
 def test_modules_that_an_adapter_copied_are_the_models_own_again() -> None:
