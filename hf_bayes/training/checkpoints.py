@@ -24,24 +24,25 @@ SETTINGS = "settings.json"
 SEAL = "checkpoint_manifest.json"
 TRAINER_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 READ_BY_TRAINER = ("rng_state*.pth", "scaler.pt", "optimizer.bin*")
-"""The further files that Trainer reads at a resume where it finds them."""
+"""Patterns of further files. Trainer reads them when it resumes, if they exist."""
 NOT_COMPARED = ("num_updates", "num_processes")
 FOUND = "found_rate"
-"""The learning rate that a run has found. It differs only as a consequence of other settings."""
+"""The setting with the learning rate that a run has found. If it differs, then another setting differs, too, and an
+error lists only that one."""
 WORDS = {
     "num_steps": "updates of the run (max_steps, or num_train_epochs)",
     "rows_per_update": "rows in an update (per_device_train_batch_size, gradient_accumulation_steps)",
     FOUND: "the learning rate that the run has found",
 }
-"""A setting that no argument is called by -> its words in an error, with the arguments that decide it."""
+"""Words for an error, by setting: for settings that are not arguments, with the arguments that determine them."""
 MAX_DIFFERENCES = 12
-"""Settings that an error lists before it counts the rest."""
+"""The largest number of settings that an error lists. It only counts further ones."""
 
 
 def begin(checkpoint: str | Path, *, group: Group) -> None:
     """Break the seal of an earlier save to the same place and remove what the new one may leave standing.
 
-    The first process does; the others write no such file before the chains have been written (``save``).
+    Only the first process does this. No process writes such a file before all have written their chains (``save``).
     """
     if group.rank == 0 and Path(checkpoint).is_dir():
         unseal(checkpoint, file=SEAL)
@@ -83,12 +84,29 @@ def load(
     """Return some chains of a checkpoint, and its settings, after every file has been checked.
 
     Args:
-        settings: of the run that goes on; what may differ (``NOT_COMPARED``) is not compared.
-        chains: those wanted.
+        settings: the settings of the run that resumes. Those in ``NOT_COMPARED`` may differ.
+        chains: the numbers of the chains to return.
+    Raises:
+        FileNotFoundError, ValueError: as ``settings_of``; also for settings that differ, listed as saved and as given.
+    """
+    saved = settings_of(checkpoint)
+    lines = _differences(saved, json.loads(json.dumps(settings)))
+    if lines:
+        more = f"; and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
+        raise ValueError(
+            f"checkpoint {checkpoint} belongs to another run: {'; '.join(lines[:MAX_DIFFERENCES])}{more}. Resume with "
+            "the saved settings, or begin anew without resume_from_checkpoint"
+        )
+    files = _read(Path(checkpoint), [_chain_file(chain) for chain in chains])
+    return {chain: files[_chain_file(chain)] for chain in chains}, saved
+
+
+def settings_of(checkpoint: str | Path) -> dict[str, Any]:
+    """Return the settings of a checkpoint, after all files but the chains have been checked.
+
     Raises:
         FileNotFoundError: naming the file without which a resumed run would not be the same run.
-        ValueError: naming the file that is damaged or exchanged, or listing the settings that differ, as saved and as
-            given.
+        ValueError: naming the file that is damaged or exchanged.
     """
     missing = [name for name in TRAINER_FILES if not (Path(checkpoint) / name).is_file()]
     missing += [] if list(Path(checkpoint).glob("rng_state*.pth")) else ["rng_state.pth"]
@@ -97,25 +115,7 @@ def load(
             f"checkpoint {checkpoint} lacks {', '.join(missing)}: a run resumed without would be another"
         )
     _check_files(Path(checkpoint))
-    wanted = {SETTINGS, *map(_chain_file, chains)}
-    files = read_directory(Path(checkpoint) / FOLDER, format=FORMAT, only=wanted.__contains__)
-    saved = files.pop(SETTINGS)
-    lines = _differences(saved, json.loads(json.dumps(settings)))
-    if lines:
-        more = f"; and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
-        raise ValueError(
-            f"checkpoint {checkpoint} belongs to another run: {'; '.join(lines[:MAX_DIFFERENCES])}{more}. Resume with "
-            "the saved settings, or begin anew without resume_from_checkpoint"
-        )
-    return {int(name[6:9]): content for name, content in files.items()}, saved
-
-
-def settings_of(checkpoint: str | Path) -> dict[str, Any]:
-    """Return the settings of a checkpoint, without comparing them; empty if it cannot be read (``load`` says why)."""
-    try:
-        found: dict[str, Any] = read_directory(Path(checkpoint) / FOLDER, format=FORMAT, only=SETTINGS.__eq__)[SETTINGS]
-    except (OSError, ValueError):
-        return {}
+    found: dict[str, Any] = _read(Path(checkpoint), [SETTINGS])[SETTINGS]
     return found
 
 
@@ -145,15 +145,19 @@ def _is_complete(checkpoint: Path) -> bool:
     """Return whether the checkpoint is sealed and every file is as the seal and the manifest say."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
-        listed = _check_files(checkpoint)
+        settings, listed = settings_of(checkpoint), _check_files(checkpoint)
     except (OSError, ValueError):
         return False
-    settings = settings_of(checkpoint)
-    return bool(settings) and set(_sealed_files(settings["num_processes"])) == set(listed)
+    return set(_sealed_files(settings["num_processes"])) == set(listed)
 
 
 def _check_files(checkpoint: Path) -> list[str]:
-    """The names of the files that the seal lists; raises where one differs, or where Trainer would read another one."""
+    """Return the names of the files that the seal lists, after a check of each.
+
+    Raises:
+        FileNotFoundError: naming the seal, or a listed file, if it is missing.
+        ValueError: naming a file that differs from the seal, or that Trainer would read although it is not listed.
+    """
     listed = check_seal(checkpoint, file=SEAL, format=FORMAT_OF_CHECKPOINT)
     needed = [name for name in (*TRAINER_FILES, f"{FOLDER}/{MANIFEST}") if name not in listed]
     unlisted = [path.name for path in _read_by_trainer(checkpoint) if path.name not in listed]
@@ -163,6 +167,21 @@ def _check_files(checkpoint: Path) -> list[str]:
             "checkpoint that is as it was saved"
         )
     return list(listed)
+
+
+def _read(checkpoint: Path, names: list[str]) -> dict[str, Any]:
+    """Return the content of files of ``chains/``, by name, after a check of each.
+
+    Raises:
+        OSError, ValueError: as ``read_directory``; also for a file that the manifest does not list, naming it.
+    """
+    files = read_directory(checkpoint / FOLDER, format=FORMAT, only=set(names).__contains__)
+    if missing := [name for name in names if name not in files]:
+        raise ValueError(
+            f"{checkpoint / FOLDER / MANIFEST} does not list {', '.join(missing)}: take a checkpoint that is as it was "
+            "saved"
+        )
+    return files
 
 
 def _sealed_files(num_processes: int) -> list[str]:
@@ -175,7 +194,7 @@ def _read_by_trainer(checkpoint: Path) -> list[Path]:
 
 
 def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """One line for each setting that must not differ and does, the settings of the run before those of its base."""
+    """Return one line for each setting that must not differ and does: settings of the run, then those of its base."""
     found = _differing(saved, given) - set(NOT_COMPARED)
     if found != {FOUND}:
         found -= {FOUND}
@@ -190,7 +209,7 @@ def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str
 
 
 def _of_method(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """One line for each field of a method that differs; for another method, whose fields are others, its name."""
+    """Return one line for each field of a method that differs; for another method, which has other fields, its name."""
     if saved.get("name") != given.get("name"):
         return [f"method: saved {saved.get('name')!r}, now {given.get('name')!r}"]
     names = sorted(_differing(saved, given))

@@ -76,23 +76,24 @@ class Begun(NamedTuple):
         active: the run.
         diagnosis: its diagnostics and checkpoints.
         optimizer: its learning rate.
-        checkpoint: the checkpoint that it resumes from; None for a new run.
+        checkpoint: the checkpoint that it resumes from, which belongs to this run; None for a new run.
+        num_updates: the updates of the checkpoint.
     """
 
     active: ActiveRun
     diagnosis: Diagnosis
     optimizer: LearningRate
     checkpoint: str | None
+    num_updates: int
 
     def end(self) -> TrainerState | None:
         """Load a checkpoint that is the end of the run, and return Trainer's state there; None if updates are left.
 
         Trainer would make one more update.
         """
-        checkpoints = self.diagnosis.checkpoints
-        if self.checkpoint is None or checkpoints.check(self.checkpoint) < self.active.problem.num_steps:
+        if self.checkpoint is None or self.num_updates < self.active.problem.num_steps:
             return None
-        return checkpoints.load_end(self.checkpoint)
+        return self.diagnosis.checkpoints.load_end(self.checkpoint)
 
 
 def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: str | bool | None) -> Begun:
@@ -102,7 +103,8 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
         resume: a checkpoint; True takes the newest one that is complete.
     Raises:
         ValueError: if the model was detached, there are no training rows, the output directory cannot hold a posterior,
-            there is no checkpoint, or the run is too short for its draws.
+            there is no checkpoint, it is damaged or belongs to another run, or the run is too short for its draws.
+        FileNotFoundError: if a file of the checkpoint is missing.
     """
     args = host.args
     setup.model.members.require_attached()
@@ -114,7 +116,9 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     active = ActiveRun(host, setup, rows, found_rate=found)
     saves = checkpoint is not None or args.save_strategy != SaveStrategy.NO
     diagnosis = Diagnosis(active, RunCheckpoints(active, identified=saves))
+    num_updates = 0 if checkpoint is None else diagnosis.checkpoints.check(checkpoint)
     shorten_lines(host.callback_handler)
     announce(active)
     rows.refuse_mixed_documents()
-    return Begun(active, diagnosis, LearningRate(setup.model.theta, active.problem.learning_rate), checkpoint)
+    optimizer = LearningRate(setup.model.theta, active.problem.learning_rate)
+    return Begun(active, diagnosis, optimizer, checkpoint, num_updates)

@@ -140,7 +140,7 @@ class BayesianTrainerMixin(PrivateHooks):
             FloatingPointError: at the step at which something becomes NaN or infinite.
         """
         begun = begin(TrainerHost(self), self.setup, self.rows, resume_from_checkpoint)
-        self.active, self.diagnosis, self.optimizer, checkpoint = begun
+        self.active, self.diagnosis, self.optimizer, checkpoint, _ = begun
         self.outcome.begin(self.active)
         if (end := begun.end()) is not None:
             self.state, output = end, TrainOutput(end.global_step, 0.0, {})

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
+from hf_bayes.posteriors.storage import Alone
+from hf_bayes.training import checkpoints
 from tests import runs
 from tests.tiny_models import tiny_llama, with_lora
 from tests.training.checkpointed import run, trainer
@@ -93,3 +97,25 @@ def test_a_given_rate_for_a_found_one_is_said_without_its_consequences(tmp_path)
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert "has found" not in str(caught.value)
     assert "num_chains" not in str(caught.value)
+
+
+def test_a_run_is_announced_only_after_its_checkpoint_is_checked(directory, caplog):
+    caplog.set_level("INFO", logger="hf_bayes")
+    other = run(directory, seed=1)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        other.train(resume_from_checkpoint=True)
+    assert "likelihood terms" not in caplog.text
+    run(directory).train(resume_from_checkpoint=True)
+    assert "likelihood terms" in caplog.text
+
+
+def test_chains_beyond_a_thousand_keep_their_numbers(tmp_path: Path) -> None:
+    tensors = {chain: {"draws": torch.full((1,), float(chain))} for chain in (100, 1000, 1009)}
+    checkpoints.save(tmp_path, tensors, {}, group=Alone())
+    for name in (*checkpoints.TRAINER_FILES, "rng_state.pth"):
+        (tmp_path / name).touch()
+    checkpoints.seal_checkpoint(tmp_path, group=Alone())
+    found, _ = checkpoints.load(tmp_path, {}, chains=range(100, 1001, 900))
+    assert {chain: float(content["draws"]) for chain, content in found.items()} == {100: 100.0, 1000: 1000.0}
+    with pytest.raises(ValueError, match=r"manifest\.json does not list chain_101\.safetensors"):
+        checkpoints.load(tmp_path, {}, chains=range(100, 102))
