@@ -16,10 +16,11 @@ from hf_bayes.training.compat import TrainerHost, eval_sets
 
 _SHARED = (
     "seed", "data_seed", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "num_data", "data_unit", "minibatch", "probe_steps", "noise_std",
+    "gradient_accumulation_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "map_updates",
+    "num_data", "data_unit", "minibatch", "probe_steps", "noise_std",
     "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
 )  # fmt: skip
-"""Arguments that processes with rows of their own must share, because each was launched on its own."""
+"""Arguments that must be equal in all processes with private rows, because each was launched separately."""
 
 
 def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:
@@ -55,8 +56,8 @@ def require_heldout(dataset: Any, method: MethodConfig, *, unit: str) -> None:
     sets = eval_sets(dataset)
     if not sets.keys() & {"", "heldout"}:
         raise ValueError(
-            f"{what}, and of several by those of 'heldout', got {', '.join(sets)}: name one so; the figures of "
-            "the others stay held out"
+            f"{what}, and none of its data sets ({', '.join(sets)}) is named 'heldout': give this name to the data set "
+            "to fit by. The metrics of the other data sets stay held out"
         )
     dataset = sets.get("", sets.get("heldout"))
     if dataset is None:
@@ -184,6 +185,22 @@ def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:
             raise ValueError(
                 f"process {rank} holds other frozen weights than process 0 (fingerprint {fingerprint[:12]}, expected "
                 f"{found[0][:12]}). Call transformers.set_seed before the model is built, or load all of its weights"
+            )
+
+
+def refuse_other_priors(prior: str | None, mesh: ChainMesh) -> None:
+    """Require the same prior in all processes.
+
+    Args:
+        prior: the fingerprint of the posterior that is the prior of this process; None for the method's own prior.
+    """
+    found = mesh.share(prior)
+    for rank, fingerprint in enumerate(found):
+        if fingerprint != found[0]:
+            got, expected = (f"posterior {each[:12]}" if each else "none" for each in (fingerprint, found[0]))
+            raise ValueError(
+                f"process {rank} has another prior= than process 0 (got {got}, expected {expected}): their chains "
+                "would be of two posteriors. Give all processes the same prior"
             )
 
 

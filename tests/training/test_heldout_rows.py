@@ -19,7 +19,7 @@ from tests.runs import label_rows, trainer
     ("given", "message"),
     [
         (None, "fits by the rows of eval_dataset, got None: give eval_dataset="),
-        ({"test": label_rows(2)}, "of several by those of 'heldout', got test"),
+        ({"test": label_rows(2)}, r"none of its data sets \(test\) is named 'heldout'"),
         (label_rows(1), "needs at least 2, got 1"),
         ([{**row, "label": 3} for row in label_rows(2)], r"row 0 of eval_dataset has a label outside 0\.\.2"),
     ],
