@@ -127,13 +127,13 @@ def _some_rows(count: int, active: ActiveRun) -> list[int]:
 @contextmanager
 def predicting_as_loaded(model: BayesianModel, posterior: Posterior) -> Iterator[None]:
     """Predict as a model that is loaded from the posterior does, until the end of the block."""
-    before: tuple[Any, Any] = model.posterior, model.predictor
+    before: tuple[Any, Any, bool] = model.posterior, model.predictor, model.calibrated
     with model.current_members.restored():
         try:
-            model.posterior = posterior
+            model.posterior, model.calibrated = posterior, True
             model.predict_by(posterior.config.prediction)
             if model.is_closed_form:  # members of a run are no part of it
                 model.show(None)
             yield
         finally:
-            model.posterior, model.predictor = before
+            model.posterior, model.predictor, model.calibrated = before

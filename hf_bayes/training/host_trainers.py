@@ -33,7 +33,7 @@ OTHER_LOSS = (
 )
 """The advice of errors about a user's loss."""
 _TEMPLATE_FILES = (".jinja", ".j2")
-_TAKEN_OVER = {"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"}
+_TAKEN_OVER = frozenset({"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"})
 """Fields of a model's config that a trainer sets and that stay: special tokens are the tokenizer's."""
 
 
@@ -143,16 +143,26 @@ def refuse_loss_settings(args: Any) -> None:
 
 @contextmanager
 def config_kept(config: PreTrainedConfig) -> Iterator[None]:
-    """Undo, at the end of the block, what a host's ``__init__`` changes in the model's config, special tokens aside.
+    """Undo, at the end of the block, the changes that a host's ``__init__`` makes to the model's config.
 
-    TRL switches the loss on that balances experts. It is never used here, but the posterior would bear the fingerprint
-    of another configuration than its base has.
+    Special tokens stay as the host sets them, unless the block raises.
+
+    TRL switches the loss on that balances experts. It is never used here, but the fingerprint of the posterior would
+    be that of another configuration than its base has.
     """
     parts = [config] if config.get_text_config() is config else [config, config.get_text_config()]
     before = [dict(vars(part)) for part in parts]
-    yield
+    try:
+        yield
+    except BaseException:
+        _restore(parts, before, except_for=frozenset())
+        raise
+    _restore(parts, before, except_for=_TAKEN_OVER)
+
+
+def _restore(parts: list[PreTrainedConfig], before: list[dict[str, Any]], *, except_for: frozenset[str]) -> None:
     for part, values in zip(parts, before, strict=True):
-        for name in vars(part).keys() - _TAKEN_OVER:
+        for name in vars(part).keys() - except_for:
             if name not in values:
                 delattr(part, name)
             elif getattr(part, name) is not values[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -25,11 +26,14 @@ from hf_bayes.training.host_trainers import config_kept
 from hf_bayes.training.memory_check import require_memory
 from hf_bayes.training.own_choices import given_or_recommended
 from hf_bayes.training.prepared_model import prepared
-from hf_bayes.training.refusals import refuse_other_weights
+from hf_bayes.training.refusals import refuse_other_priors, refuse_other_weights
 from hf_bayes.training.refused_arguments import refuse_arguments, refuse_model_init
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.likelihoods import Likelihood
+
+_CHANGED = ("predictor", "calibrated", "members_per_pass", "reference", "other_reference")
+"""Attributes of a Bayesian model that a trainer changes, besides its members."""
 
 
 class Setup(NamedTuple):
@@ -99,14 +103,17 @@ def set_up(
             on_error.callback(ready.detach)
         else:
             refuse_other_likelihood(likelihood, ready)
+            on_error.callback(_given_back, ready, _state_of(ready))
         warn_of_resized_base(ready.model, ready.core)
         _refuse_trunk_memory(ready, args)
+        ready.calibrated = False  # the temperature of a posterior that was loaded is not that of its chains
         bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded
         refuse_frozen_adapter(bayesian)
         refuse_other_weights(bayesian, mesh)
         # every process has drawn a fresh adapter or head for itself: all take the first one's
         start = mesh.from_first(bayesian.theta.detach()[0].clone())
         inherited = None if prior is None else inherit(prior, bayesian, method, data_unit=args.data_unit)
+        refuse_other_priors(None if inherited is None else inherited.posterior.fingerprint, mesh)
         if inherited is not None:
             start = inherited.gaussian.mean.to(start)
         if isinstance(bayesian, BayesianModelForPreferences):
@@ -132,4 +139,16 @@ def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) 
 def place_chains(model: BayesianModel, theta: Tensor) -> None:
     """Put chains [M, d] into the model, as the start of the next run. Nothing else writes theta into a model."""
     model.theta.data = theta.detach().clone()
-    model.current_members.own_temperature = 1.0
+
+
+def _state_of(model: BayesianModel) -> dict[str, Any]:
+    """Return the members and the way of prediction of a Bayesian model, all that a trainer changes in it."""
+    found = {name: getattr(model, name) for name in _CHANGED if hasattr(model, name)}
+    return {**found, "theta": model.theta.data, "current_members": copy.copy(model.current_members)}
+
+
+def _given_back(model: BayesianModel, state: dict[str, Any]) -> None:
+    """Give a Bayesian model the state of ``_state_of`` back, on the device where the model is now."""
+    model.theta.data = state["theta"].to(model.theta.device)
+    for name in state.keys() - {"theta"}:
+        setattr(model, name, state[name])

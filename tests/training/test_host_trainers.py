@@ -44,11 +44,13 @@ class NamedAsIfKnown(OwnLoss): ...
 NamedAsIfKnown.__name__ = "SFTTrainer"  # of another package than TRL
 
 
-def built(host: type, folder: Path, **changes: Any) -> Any:
+def built(host: type, folder: Path, model: Any = None, **changes: Any) -> Any:
     kind = type("Bayesian", (BayesianTrainerMixin, host), {})
     rows = Dataset.from_list(runs.token_rows())
-    model, args = with_lora(tiny_llama()), runs.arguments(folder, **changes)
-    return kind(model, SGHMCConfig(), args, train_dataset=rows, data_collator=default_data_collator)
+    args = runs.arguments(folder, **changes)
+    return kind(
+        model or with_lora(tiny_llama()), SGHMCConfig(), args, train_dataset=rows, data_collator=default_data_collator
+    )
 
 
 def test_a_host_is_handed_model_and_arguments_by_name(tmp_path: Path) -> None:
@@ -125,6 +127,21 @@ def test_a_host_changes_no_field_of_the_models_config(tmp_path: Path) -> None:
     assert config.rms_norm_eps == tiny_llama().config.rms_norm_eps
     assert not hasattr(config, "output_router_logits")
     assert config.pad_token_id == 7
+
+
+def test_a_host_that_raises_leaves_the_models_config_as_it_was(tmp_path: Path) -> None:
+    class Failing(Trainer):
+        def __init__(self, **kwargs: Any) -> None:
+            config = kwargs["model"].config
+            config.rms_norm_eps = config.output_router_logits = 0.5
+            config.pad_token_id = 7
+            raise ValueError("no such argument")
+
+    model = with_lora(tiny_llama())
+    before = model.config.to_dict()
+    with pytest.raises(ValueError, match="no such argument"):
+        built(Failing, tmp_path, model)
+    assert model.config.to_dict() == before
 
 
 def test_columns_that_the_host_keeps_for_its_collator_are_kept(tmp_path: Path) -> None:

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hf_bayes import BayesianModelForSequenceClassification, fit_calibration
+from hf_bayes.methods.averaging.swag import SWAGConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
-from tests.tiny_models import tiny_llama, with_lora
+from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
 
 @pytest.mark.parametrize("changes", [{"num_chains": 3}, {"num_chains": 3, "prior_mean": "initial"}])
@@ -25,3 +32,44 @@ def test_a_model_that_another_trainer_holds_is_refused(tmp_path):
         runs.trainer(tmp_path / "second", SGHMCConfig(), model=model)
     first.bayesian.detach()
     runs.trainer(tmp_path / "second", SGHMCConfig(), model=model).bayesian.detach()
+
+
+def calibrated(folder: Path) -> Any:
+    """Return a Laplace approximation on its base, which predicts linearised at a temperature of the mixture."""
+    run = runs.trainer(
+        folder, LaplaceConfig(num_chains=1), model=tiny_bert(), subspace="last_layer", train=runs.label_rows(10),
+        max_steps=3, map_updates=0,
+    )  # fmt: skip
+    run.train()
+    rows = [{"labels" if name == "label" else name: v for name, v in row.items()} for row in runs.label_rows(80)]
+    fitted = fit_calibration(run.posterior, rows, base_model=tiny_bert())
+    config = dataclasses.replace(fitted.config, calibration={**fitted.config.calibration, "temperature": 1.5})
+    posterior = dataclasses.replace(fitted, config=config)
+    return BayesianModelForSequenceClassification.from_pretrained(posterior, base_model=tiny_bert())
+
+
+def test_a_refused_trainer_leaves_an_attached_model_as_it_was(tmp_path: Path) -> None:
+    model = calibrated(tmp_path / "prior")
+    model.members_per_pass = 2
+    theta, predictor = model.theta.detach().clone(), model.predictor
+    assert model.is_linearised
+    for row in ({"input_ids": [5], "label": 9}, {"input_ids": [5]}):
+        with pytest.raises(ValueError, match="label"):
+            runs.trainer(tmp_path / "run", SGHMCConfig(num_chains=3), model=model, train=[row])
+        assert torch.equal(model.theta, theta)
+        assert model.predictor is predictor
+        assert model.mixture_temperature == 1.5
+        assert model.members_per_pass == 2
+        assert model.calibrated
+
+
+def test_chains_do_not_take_the_temperature_of_the_posterior(tmp_path: Path) -> None:
+    model = calibrated(tmp_path / "prior")
+    assert model.mixture_temperature == 1.5
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="these predictions are not calibrated")
+        run = runs.trainer(tmp_path / "run", SWAGConfig(rank=2), model=model, train=runs.label_rows(10), map_updates=0)
+        assert not model.is_linearised
+        assert model.mixture_temperature == 1
+        run.train()
+    assert model.mixture_temperature == 1
