@@ -32,7 +32,7 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.monitor import Monitor
-from hf_bayes.training.own_choices import settled, tell_ladder, tell_step_size
+from hf_bayes.training.own_choices import has_choices, settled, tell_ladder, tell_step_size
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup, place_chains
 from hf_bayes.uncertainty.likelihoods import Normal
@@ -47,12 +47,12 @@ class Finished(NamedTuple):
     Attributes:
         approximation: draws of the chains of this process. Any other approximation is complete in every process.
         report: {name: a JSON-ready value for each chain}, the method's own diagnostics.
-        spread: the processes that hold the other members.
+        member_group: the processes that hold the other members.
     """
 
     approximation: Approximation
     report: dict[str, Any]
-    spread: LocalMembers
+    member_group: LocalMembers
 
 
 class ActiveRun:
@@ -133,7 +133,7 @@ class ActiveRun:
         choose = partial(self.rows.first_terms, most_rows=most)
         return Probe(self.objective, choose, self.setup.start, seed=self.host.args.seed)
 
-    def spread(self, found: Approximation) -> InformedSpread | None:
+    def informed_temperature(self, found: Approximation) -> InformedSpread | None:
         """Return the temperature of a finished run where the data outweigh the prior; None if not measured."""
         plan = self._spread_plan(found)
         return None if plan is None else measure_spread(self.objective, plan, seed=self.host.args.seed)
@@ -193,11 +193,23 @@ class ActiveRun:
         batches, self._pending = self._pending, []
         record = self.run.update(batches, learning_rate)
         self.monitor.observe(record)
-        tell_step_size(record, self.method, self.problem, self.rows.updates_of_epoch, self.host)
+        if has_choices(record, self.problem):
+            record = record._replace(info=self.of_all_chains(record.info))
+            tell_step_size(record, self.method, self.problem, self.rows.updates_of_epoch, self.host)
         self.show_chains()
         self.host.empty_device_cache()
         assert record.loss is not None
         return record.loss.mean().float()
+
+    def of_all_chains(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return name -> [K] for all chains, given name -> [M] for the chains of this process.
+
+        All processes call this together, with the same names.
+        """
+        if not info:
+            return info
+        columns = torch.stack([value.double().to(self.host.args.device) for value in info.values()], 1)
+        return dict(zip(info, self.setup.mesh.gather_chains(columns).unbind(1), strict=True))
 
     @contextmanager
     def trunk_memory(self) -> Iterator[None]:

@@ -53,26 +53,29 @@ class Diagnosis:
 
     def _for_logs(self) -> dict[str, float]:
         active, monitor = self._active, self._active.monitor
-        self._warn_of_rounding()
         if active.run.loss is None:
             return {}
         own = {**self._distances(), **self._distance_in_noise(), **self._kinetic_of_chains(), **self._last_probe()}
-        info = self._of_all_chains({"loss": active.run.loss, **monitor.noise_info, **monitor.info, **own})
+        first = {} if self._has_warned_of_rounding else self._unmoved()
+        info = active.of_all_chains({"loss": active.run.loss, **monitor.noise_info, **monitor.info, **own, **first})
+        if first:
+            self._warn_of_rounding(info.pop("unmoved"))
         logs = {f"{name}/chain_{k}": value for name, values in info.items() for k, value in enumerate(values.tolist())}
         return logs | self._convergence.so_far()
 
-    def _warn_of_rounding(self) -> None:
-        """Warn once if rounding left many weights of a chain unchanged in the first update."""
-        unmoved = self._active.monitor.totals.get("unmoved")
-        if unmoved is None or self._has_warned_of_rounding:
-            return
+    def _warn_of_rounding(self, unmoved: Tensor) -> None:
+        """Warn once if rounding left many weights of a chain unchanged in the first update.
+
+        Args:
+            unmoved: [K], their share in each chain.
+        """
         self._has_warned_of_rounding = True
-        lost = float(unmoved.max())
-        if self.has_noise and lost > MAX_UNMOVED:
+        lost, chain = unmoved.max(0)
+        if lost > MAX_UNMOVED:
             self._active.host.warn(
-                "the first update left %.0f %% of the weights of a chain as they were: it is lost in their "
+                "the first update left %.0f %% of the weights of chain %d as they were: it is lost in their "
                 "rounding. Raise learning_rate (%s)",
-                100 * lost, self._active.host.args.learning_rate or "its own choice now",
+                100 * float(lost), int(chain), self._active.host.args.learning_rate or "its own choice now",
             )  # fmt: skip
 
     def summary(self, found: Approximation) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -84,16 +87,13 @@ class Diagnosis:
         active, monitor, method = self._active, self._active.monitor, self._active.method
         draws = torch.stack(active.run.draws, 1)
         far = self._prior_loss_ratios(draws)
-        unmoved = {name: monitor.totals[name] for name in ("unmoved",) if name in monitor.totals and self.has_noise}
-        kinetic = self._kinetic_of_chains()
-        observed = self._of_all_chains(
-            {**monitor.mean_info(), **self._distances(), **self._distance_in_noise(), **kinetic, **unmoved, **far}
-        )
+        own = {**self._distances(), **self._distance_in_noise(), **self._kinetic_of_chains(), **self._unmoved()}
+        observed = active.of_all_chains({**monitor.mean_info(), **own, **far})
         means: dict[str, Any] = {name: value.tolist() for name, value in observed.items()}
         laws = means.get("kinetic_temperature_law")
         moves = max(1, active.run.num_updates - monitor.burn_in)
         convergence, ratios = self._convergence.at_end(draws)
-        spread, has_temperature = active.spread(found), "configurational_temperature" in means
+        informed, has_temperature = active.informed_temperature(found), "configurational_temperature" in means
         diagnostics = Diagnostics(
             dim=active.setup.model.layout.dim,
             num_tensors=len(monitor.sizes),
@@ -102,10 +102,10 @@ class Diagnosis:
             heating=self._heating,
             chosen_temperature=self._chosen_temperature,
             # a Gaussian through the path of an optimiser (swag) stands for the posterior at T = 1
-            temperature=(method.temperature or 1.0) if spread else method.temperature if has_temperature else None,
+            temperature=(method.temperature or 1.0) if informed else method.temperature if has_temperature else None,
             mirrored=active.mirrored,
-            informed_spread=None if spread is None else spread.temperature,
-            informed_spread_std_error=None if spread is None else spread.std_error,
+            informed_spread=None if informed is None else informed.temperature,
+            informed_spread_std_error=None if informed is None else informed.std_error,
             kind=_kind(found, method),
             divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
             num_moves=moves if "acceptance" in means else None,
@@ -149,6 +149,11 @@ class Diagnosis:
     def _tolerance(self) -> float:
         """The relative error of a tensor's kinetic temperature that is accepted."""
         return KINETIC_TOLERANCE if self._chosen_temperature is None else max(KINETIC_TOLERANCE, self._heating)
+
+    def _unmoved(self) -> dict[str, Tensor]:
+        """Return the share of weights [M] that the first update left as they were, for methods that move them all."""
+        totals = self._active.monitor.totals
+        return {"unmoved": totals["unmoved"]} if "unmoved" in totals and self.has_noise else {}
 
     def _distances(self) -> dict[str, Tensor]:
         active = self._active
@@ -226,14 +231,6 @@ class Diagnosis:
         means = self._convergence.gather(torch.stack([probe.mean(1) for probe in monitor.probes], 1)).T.tolist()
         steps = [monitor.probe_steps * (index + 1) for index in range(len(means))]
         return {"step": thinned(steps), "log_lik": rounded(thinned(means))}
-
-    def _of_all_chains(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> [K] for all chains, given name -> [M] for the chains of this process."""
-        if not info:
-            return info
-        device, mesh = self._active.host.args.device, self._active.setup.mesh
-        columns = torch.stack([value.double().to(device) for value in info.values()], 1)
-        return dict(zip(info, mesh.gather_chains(columns).unbind(1), strict=True))
 
 
 def _kind(found: Approximation, method: MethodConfig) -> str:

@@ -116,7 +116,7 @@ class Outcome:
                 "num_chains or draws_per_chain"
             )
         members = self.posterior.sample(None, generator(host.args.seed, "members")).to(host.args.device)
-        setup.model.show(members, finished.spread)
+        setup.model.show(members, finished.member_group)
         self._calibrate(self.posterior, active)
 
     def _calibrate(self, posterior: Posterior, active: ActiveRun) -> None:

@@ -110,19 +110,25 @@ def tell_departure(name: str, report: Mapping[str, Any], nll: float, host: Train
     )  # fmt: skip
 
 
+def has_choices(record: StepRecord[Any], problem: Problem) -> bool:
+    """Return whether ``tell_step_size`` has something to say after this update; the same in all processes."""
+    is_end = record.step == problem.num_steps and "noise_growth" in record.info
+    return is_end or "gradient_variance" in record.info
+
+
 def tell_step_size(
     record: StepRecord[Any], method: MethodConfig, problem: Problem, updates_of_epoch: float | None, host: TrainerHost
 ) -> None:
-    """Say what a sampler chose after it measured the noise of its gradients, and what the run can buy with it.
+    """Log what a sampler chose after it measured the noise of its gradients, and how many draws the run can make.
 
     Args:
-        record: of any update.
-        method: of the run.
-        problem: the run.
+        record: the record of an update (``has_choices``), with ``info`` of the chains of all processes.
+        method: the method of the run.
+        problem: the problem of the run.
         updates_of_epoch: None if the data have no length.
         host: writes the message.
     """
-    if record.step == problem.num_steps:
+    if "noise_growth" in record.info and record.step == problem.num_steps:
         _tell_growth(record.info, method.name, host)
     if "gradient_variance" not in record.info:
         return
@@ -163,7 +169,7 @@ def _tell_steps_of_ladder(info: Info, name: str, left: int, host: TrainerHost) -
 
 def _tell_growth(info: Info, name: str, host: TrainerHost) -> None:
     """Say how far noise along the way has made the steps of a finished run smaller."""
-    if "noise_growth" not in info or float(info["noise_growth"].max()) <= NOTABLE_GROWTH:
+    if float(info["noise_growth"].max()) <= NOTABLE_GROWTH:
         return
     host.say(
         "%s: on the way of the chains the variance of a gradient grew, to %.3g times that of their starts at most. "

@@ -30,6 +30,7 @@ from hf_bayes.distributions.approximations import Draws
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.passes import Pass
 from hf_bayes.training import evaluation
+from hf_bayes.training.active_run import ActiveRun
 from tests import runs
 from tests.runs import token_rows
 from tests.tiny_models import tiny_llama, with_lora
@@ -268,3 +269,20 @@ def test_an_adaptive_proposal_at_its_cap_is_told_of(tmp_path: Path) -> None:
     found = run(tmp_path, AGPSConfig(num_chains=2, draws_per_chain=4), learning_rate=1e-3).posterior.config.diagnostics
     assert min(found["capped"]) > 0.05
     assert "are at the cap of the proposal's standard deviation" in found["verdict"]
+
+
+def test_a_rounded_chain_of_another_process_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gather = ActiveRun.of_all_chains
+
+    def with_others(self: ActiveRun, info: dict[str, Any]) -> dict[str, Any]:
+        if "loss" not in info:  # at the end, for the posterior
+            return gather(self, info)
+        return {name: torch.cat([value, 0 * value + (name == "unmoved")]) for name, value in info.items()}
+
+    monkeypatch.setattr(ActiveRun, "of_all_chains", with_others)
+    logs = run(tmp_path).state.log_history
+    assert "left 100 % of the weights of chain 3 as they were" in caplog.text
+    assert caplog.text.count("weights of chain") == 1
+    assert not any(name.startswith("unmoved") for entry in logs for name in entry)

@@ -27,6 +27,7 @@ from hf_bayes.objectives import own_settings, starting
 from hf_bayes.objectives.range_test import RATES, TrialPlan
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training import own_choices
+from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
@@ -108,6 +109,23 @@ def test_a_resumed_run_keeps_the_rate_and_tries_nothing(
     assert settings["found_rate"] == whole.active.settings.trial.learning_rate
 
 
+@pytest.mark.parametrize("fault", ["mistyped", "damaged"])
+def test_a_checkpoint_is_checked_before_a_rate_is_tried(
+    tmp_path: Path, always_tries: None, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    trainer(tmp_path, MAPConfig(), save_strategy="steps", save_steps=16, map_updates=0).train()
+    file = tmp_path / "checkpoint-16" / "chains" / "settings.json"
+    file.write_text(file.read_text().replace("found_rate", "fond_rate"))
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("rates are tried before the checkpoint is checked")
+
+    monkeypatch.setattr(starting, "range_test", refuse)
+    name = {"mistyped": "checkpoint-61", "damaged": "checkpoint-16"}[fault]
+    with pytest.raises((OSError, ValueError), match=f"{name}.*(lacks|settings.json)"):
+        trainer(tmp_path / "again", MAPConfig()).train(resume_from_checkpoint=str(tmp_path / name))
+
+
 @pytest.mark.parametrize("warm_start_steps", [0, 6])
 def test_chains_do_not_depend_on_how_an_update_is_cut(tmp_path: Path, warm_start_steps: int) -> None:
     method = SGHMCConfig(num_chains=2, prior_std=0.5, warm_start_steps=warm_start_steps, warm_start_learning_rate=0.01)
@@ -164,6 +182,24 @@ def test_a_run_too_short_to_forget_its_start_is_warned(tmp_path: Path, caplog: p
     relaxation, left, worth, needed = map(float, found)
     assert worth == pytest.approx(left / relaxation, rel=0.05)  # printed with two digits
     assert needed == pytest.approx(run.run.problem.num_steps * relaxation / left, rel=0.01)
+
+
+def test_choices_are_told_for_the_chains_of_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    gather = ActiveRun.of_all_chains
+
+    def with_others(self: ActiveRun, info: dict[str, Any]) -> dict[str, Any]:
+        if "loss" in info or "gradient_variance" not in info:
+            return gather(self, info)
+        others = {"trial_fits": 0.0, "relaxation": 1e6}
+        return {name: torch.cat([value, 0 * value + others.get(name, 1.0)]) for name, value in info.items()}
+
+    monkeypatch.setattr(ActiveRun, "of_all_chains", with_others)
+    trainer(tmp_path, SGHMCConfig(num_chains=2, prior_std=0.1)).train()
+    assert re.search(r"\d of 4 chains start at a draw", caplog.text)
+    assert "is too short. A chain forgets its past in 1000000 updates" in caplog.text
 
 
 def test_a_run_below_the_shortest_relaxation_is_refused(tmp_path: Path) -> None:
