@@ -65,9 +65,8 @@ class BayesianTrainingArguments(TrainingArguments):
     trunk_memory_gib: float = field(
         default=0.0,
         metadata={
-            "help": "GiB of device memory for what the layers before the first random one answered to rows of the "
-            "training data, which come again every epoch: padded as before, so pad all rows to one length (a run that "
-            "does not is warned). A resumed run then agrees to rounding, not bit for bit."
+            "help": "Device memory (GiB) for cached outputs of the frozen trunk. Pad all rows to one length. A resumed "
+            "run then agrees up to rounding."
         },
     )
     map_updates: int | None = field(

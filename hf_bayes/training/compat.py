@@ -150,8 +150,9 @@ class TrainerHost:
     def measure(self, prefix: str) -> dict[str, float]:
         """Return what ``evaluate`` finds on the trainer's own eval_dataset, without its callbacks.
 
-        A save needs these figures, not the run. A callback would take them for an evaluation of the run and stop it,
-        log them after its end, or miss the name that it reads, and then nothing would be saved.
+        The save of a posterior needs these figures. The user's callbacks do not see them, because a callback would take
+        them for an evaluation of the run: it could stop the run, log the figures after the end of the run, or raise an
+        error because the metric that it reads is missing. Then nothing would be saved.
         """
         trainer = self._trainer
         kept = trainer.callback_handler, trainer.compute_metrics

@@ -95,7 +95,10 @@ class Evaluator:
         without_labels: Callable[..., Step],
         ignored: list[str] | None,
     ) -> Step:
-        """Evaluate a batch. Processes hold other members: each batch goes to all of them, and its sums come back.
+        """Evaluate the batch of this process.
+
+        If the members are spread over processes, every process evaluates the batches of all processes with its own
+        members. The sums over members are added up, and each process keeps the result for its own batch.
 
         Args:
             without_labels: Trainer's own step, for a batch that has no labels and so no likelihood term.

@@ -6,8 +6,9 @@ that resumes must find the same, entry by entry; what differs is named ("adapter
 Bound, beside the settings of ``resuming.RunCheckpoints.settings``:
 
 * ``base.*``: class, frozen weights and persistent buffers (hashes);
-* ``config.*``: the base model's configuration, but for what leaves the training function as it is (``_NO_FUNCTION``);
-* ``adapter.*``: peft's configuration, and the scalings that the layers have in truth;
+* ``config.*``: the base model's configuration, without the fields that do not change what the model computes in
+  training (``_NO_FUNCTION``);
+* ``adapter.*``: peft's configuration, and the scalings that the layers apply;
 * ``dropout.*``: every probability above 0, by module;
 * ``likelihood``, ``task``, ``tokenizer``, and for classifiers the padding token, by which some find a row's end;
 * ``precision.*``: dtype of the base, of theta, and of autocast;
