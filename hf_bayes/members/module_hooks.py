@@ -30,6 +30,7 @@ from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members import batch_norm, compat
 from hf_bayes.members.convolution import CONVOLUTIONS
 from hf_bayes.members.inputs import shape_of_texts
+from hf_bayes.methods.laplace.accumulators import UnsupportedModule
 
 
 class HookedLayer:
@@ -260,12 +261,12 @@ class LayerHooks:
         """Check that the output has the rows of the batch; otherwise gradients cannot be assigned to rows.
 
         Raises:
-            ValueError: naming a parameter of the module.
+            UnsupportedModule: naming a parameter of the module.
         """
         expected = self._num_rows * self._num_texts
         tokens = output.ndim == 2 and output.shape[0] == self._num_rows * self._num_positions  # row after row
         if output.shape[0] != expected and not tokens:
-            raise ValueError(
+            raise UnsupportedModule(
                 f"{next(iter(self.layers[index].names.values()))}: its module was called with {output.shape[0]} rows, "
                 f"expected {expected}: the model puts positions first, shuffles rows (experts), or calls it on a "
                 "table. Row gradients are not defined there: leave it out of the subspace, or use estimator='hessian'"
@@ -275,11 +276,12 @@ class LayerHooks:
         """Check, after a pass, that it called every hooked module. Without a call there is no curvature.
 
         Raises:
-            ValueError: naming a parameter that was not read. The model uses it outside its module, or not at all.
+            UnsupportedModule: naming a parameter that was not read. The model uses it outside its module, or not at
+                all.
         """
         unread = [name for i, layer in enumerate(self.layers) if i not in self._called for name in layer.names.values()]
         if unread:
-            raise ValueError(
+            raise UnsupportedModule(
                 f"{len(unread)} random parameters were not read in a forward pass, first {unread[0]}: the model uses "
                 "them outside their module, or not at all. Leave them out of the subspace"
             )

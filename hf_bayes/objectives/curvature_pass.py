@@ -34,6 +34,10 @@ TRUE = EmpiricalFisherOfRows()
 """The VJPs of the scores at the data's labels. Their sum over rows is the gradient of the log-likelihood."""
 
 
+class NothingToExpand(ValueError):
+    """The error of rows without likelihood terms, or with a log-likelihood or a gradient that is not finite."""
+
+
 class CurvaturePassResult(NamedTuple):
     """The result of a pass, on the scale of the full data.
 
@@ -87,7 +91,8 @@ def run_curvature_pass(
         context: the context of each forward pass, for autocast.
     Raises:
         ValueError: before the pass, for a combination of estimator and structure that does not exist or has too many
-            parameters; for data without terms or with gradients that are not finite.
+            parameters. It is a ``NothingToExpand`` for data without terms or with gradients that are not finite, and an
+            ``UnsupportedModule`` for a module that the pass cannot serve.
     """
     spec.check()
     spec.check_size(model.layout.dim, None, None)
@@ -152,16 +157,16 @@ def _gradient_estimate(
 
 
 def _require_terms(model: BayesianModel, log_lik: float, num_terms: float) -> None:
-    """Raise a ValueError for data without likelihood terms, or whose log-likelihood is not finite."""
+    """Raise ``NothingToExpand`` for data without likelihood terms, or whose log-likelihood is not finite."""
     if num_terms == 0:
         reason = all_ignored(shift=model.shifts_labels)
-        raise ValueError(f"the data hold no likelihood term ({reason}): check labels")
+        raise NothingToExpand(f"the data hold no likelihood term ({reason}): check labels")
     _require_finite("log-likelihood", torch.tensor(log_lik))
 
 
 def _require_finite(what: str, value: Tensor) -> None:
     if not bool(value.isfinite().all()):
-        raise ValueError(f"the {what} at the given weights is not finite: there is nothing to expand around")
+        raise NothingToExpand(f"the {what} at the given weights is not finite: there is nothing to expand around")
 
 
 def run_vjps(

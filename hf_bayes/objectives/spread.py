@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -15,10 +16,13 @@ from hf_bayes.core.types import AllRows, Approximation, Prior
 from hf_bayes.diagnostics.informed_spread import InformedSpread, informed_spread
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.members.evaluation_mode import evaluating
+from hf_bayes.methods.laplace.accumulators import UnsupportedModule
+from hf_bayes.methods.laplace.curvature import NotPositiveDefinite
 from hf_bayes.methods.laplace.prior_precision import precision_of
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
 from hf_bayes.methods.sgmcmc.covariance_roots import KroneckerRoots
 from hf_bayes.methods.sgmcmc.whitening import MAX_BASIS
+from hf_bayes.objectives.curvature_pass import NothingToExpand
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.uncertainty.likelihoods import lacks_of
 
@@ -62,8 +66,9 @@ class SpreadPlan(NamedTuple):
 def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) -> InformedSpread | None:
     """Return the temperature in the directions that the data determine; None if it cannot be measured.
 
-    The measurement needs rows by number, one process for all chains, 4 draws, and a run that is long enough for its
-    cost (``SPREAD_SHARE``).
+    The measurement needs rows by number, one process for all chains, 4 draws, modules that have gradients of single
+    rows, and a run that is long enough for its cost (``SPREAD_SHARE``). A warning says if its rows have no likelihood
+    term, or numbers that are not finite.
     """
     data, found, plan = objective.data, plan.approximation, plan._replace(prior=plan.prior.to(objective.model.theta))
     if data is None or objective.private is not None or objective.scale.num_terms is None:
@@ -80,14 +85,17 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
             return None
         try:
             informed, num_informed = _informed(objective, plan, point, step * (draws - center), share)
-        except ValueError:  # a module has no gradients of single rows, such as one that is called twice
+        except UnsupportedModule:  # such as one that is called twice
+            return None
+        except (NothingToExpand, NotPositiveDefinite) as error:  # the finished run must not be lost
+            warnings.warn(f"informed_spread was not measured on {share:.0%} of the rows: {error}")
             return None
     if num_informed < 1:
         return None
-    temperature, error = informed_spread(informed / step, gradients / step, num_informed)
+    temperature, std_error = informed_spread(informed / step, gradients / step, num_informed)
     # rows differ in the curvature that they add, with a relative standard deviation of about 1
     of_rows = temperature * math.sqrt((1 - share) / (share * data.num_rows))
-    return InformedSpread(temperature, math.hypot(error, of_rows))
+    return InformedSpread(temperature, math.hypot(std_error, of_rows))
 
 
 def _draws(found: Approximation, seed: int, *, mirrored: bool) -> tuple[Tensor, Tensor]:

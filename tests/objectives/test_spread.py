@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,11 +16,14 @@ from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.covariance import Full
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.laplace.supported import CurvatureSpec
+from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.data_access import DataAccess
+from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.spread import SpreadPlan, measure_spread
 from tests.objectives.classifier import classifier
 from tests.objectives.test_all_rows import by_number
+from tests.tiny_models import tiny_bert
 
 PRIOR = GaussianPrior(torch.tensor(0.0), torch.tensor(3.0))
 
@@ -57,6 +65,51 @@ def test_a_run_too_short_to_pay_for_it_is_not_measured() -> None:
     assert measured(gaussian, objective, num_gradients=40 * 9 / 0.05 - 1) is None
     assert measured(gaussian, classifier()) is None  # no rows by number
     assert measured(Draws(gaussian.sample(3), torch.arange(3)), objective) is None
+
+
+def draws_near(objective: ModelObjective) -> Draws:
+    theta = objective.model.theta.detach()[:1]
+    return Draws(theta + 0.1 * torch.randn(16, theta.shape[1], generator=torch.Generator().manual_seed(0)),
+                 torch.arange(16))  # fmt: skip
+
+
+def test_a_module_that_is_called_twice_is_not_measured() -> None:
+    model: Any = tiny_bert()
+    layers = model.bert.encoder.layer
+    layers[0].attention.self.query = layers[1].attention.self.query
+    bayesian = attach(model, subspace="layer.0.attention.self.query", num_members=3)
+    scale = DataScale(100.0, num_rows=40, num_terms=40, rows_per_update=8)
+    objective = ModelObjective(bayesian, scale, data=DataAccess(by_number, 40))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured(draws_near(objective), objective) is None
+
+
+def test_rows_without_terms_are_warned_of() -> None:
+    def unlabelled(rows: Any) -> Any:
+        return ({**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in by_number(rows))
+
+    objective = classifier(data=DataAccess(unlabelled, 40))
+    with pytest.warns(UserWarning, match="informed_spread was not measured on 100% of the rows: the data hold no like"):
+        assert measured(draws_near(objective), objective) is None
+
+
+def test_a_log_likelihood_that_is_not_finite_is_warned_of() -> None:
+    objective = classifier(data=DataAccess(by_number, 40))
+    objective.model.core.get_parameter("bert.pooler.dense.bias").data[0] = math.nan
+    with pytest.warns(UserWarning, match="informed_spread was not measured .* log-likelihood .* is not finite"):
+        assert measured(draws_near(objective), objective) is None
+
+
+def test_another_error_of_the_measurement_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = classifier(data=DataAccess(by_number, 40))
+
+    def mistaken(*args: Any, **options: Any) -> Any:
+        raise ValueError("a mistake in the program")
+
+    monkeypatch.setattr(objective, "curvature", mistaken)
+    with pytest.raises(ValueError, match="a mistake in the program"):
+        measured(draws_near(objective), objective)
 
 
 def test_points_do_not_make_the_other_elements_look_narrow() -> None:

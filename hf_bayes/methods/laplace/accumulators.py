@@ -25,6 +25,10 @@ OVERSAMPLING = 10
 """The number of columns of the sketch beyond the rank."""
 
 
+class UnsupportedModule(ValueError):
+    """The error of a module whose gradients of single rows are not defined, or do not fit the structure of H."""
+
+
 class Layer(Protocol):
     """The interface of a module whose input and output gradient are recorded (``members.module_hooks.HookedLayer``)."""
 
@@ -248,9 +252,9 @@ class LowRankSum(RowSum):
 
 
 def require_once(record: Any) -> None:
-    """Raise a ValueError for a module that is called twice: the two calls would be squared separately."""
+    """Raise an ``UnsupportedModule`` if a module is called twice: the two calls would be squared separately."""
     if record.again:
-        raise ValueError(
+        raise UnsupportedModule(
             f"{record.layer.path} is called more than once in a forward pass (layers that share weights): its row "
             "gradients are sums over the calls. Use structure='full' or 'low_rank', which hold whole rows"
         )

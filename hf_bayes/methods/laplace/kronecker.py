@@ -34,7 +34,14 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, Layer, Processes, require_once
+from hf_bayes.methods.laplace.accumulators import (
+    Accumulator,
+    DiagonalSum,
+    Layer,
+    Processes,
+    UnsupportedModule,
+    require_once,
+)
 from hf_bayes.methods.laplace.kronecker_curvature import DiagonalFactor, KroneckerCurvature, KroneckerFactors
 
 NULL = 10
@@ -166,7 +173,7 @@ class KroneckerSum(Accumulator):
         self._add_moment(self.outputs, layer.weight, rows)
         self.sources.setdefault(layer.weight, (record.source, layer.transposed))
         if self.sources[layer.weight][0] != record.source:
-            raise ValueError(
+            raise UnsupportedModule(
                 f"{layer.path} shares its input with another module in some batches and not in others: use "
                 "structure='diagonal' for this model"
             )
