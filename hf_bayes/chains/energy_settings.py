@@ -5,7 +5,7 @@
 * An optimiser, and the warm start of a sampler, take the rate of AdamW that reaches the lowest energy in a trial. An
   energy may be written for M chains, so the rates are tried one after the other. All M chains try each rate for n
   updates on the same batches, and the rate falls linearly to 0. As in a trainer, a run of N updates gets
-  best * sqrt(n / N).
+  best * sqrt(n / N). A rate at which the energy is not finite, or raises outside its support, is out of the trial.
 * A kernel that adapts its step size in burn-in begins at ``FIRST_STEP``.
 """
 
@@ -16,23 +16,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_bayes.chains.objective import Objective
+from hf_bayes.chains.own_rate import MAX_UPDATES, MIN_UPDATES, best_rate, last_third, own_settings
 from hf_bayes.chains.run import Run
+from hf_bayes.chains.support import is_outside_support
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.core.types import Problem
-from hf_bayes.methods.registry import adamw_rule, with_own_settings
+from hf_bayes.methods.registry import adamw_rule, with_stated_warm_start
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """The rates of a trial. An update of AdamW moves every element of theta by about the rate."""
 
 TRIAL_SHARE = 0.1
 """The length of a trial, as a share of the run, unless each rate then has fewer than ``MIN_UPDATES`` updates."""
-
-MIN_UPDATES, MAX_UPDATES = 6, 40
-"""The smallest and the largest number of updates for each rate of a trial."""
 
 MAX_DENSE = 512
 """The largest number of parameters that a sampler whitens with the whole Hessian, which takes 2 MiB for a chain in
@@ -56,8 +55,8 @@ class Settings(NamedTuple):
     burn_in: float
 
 
-Trial = Callable[[int, float], float]
-"""(updates of AdamW in the run, weight of the prior) -> its learning rate."""
+Trial = Callable[[int], float]
+"""updates of AdamW in the run -> its learning rate."""
 
 
 def settle(
@@ -76,27 +75,24 @@ def settle(
         method, learning_rate, burn_in: as the user gave them.
         trial: a function that tries rates of AdamW; it is called only if a rate is needed.
     Raises:
-        ValueError: if the method needs a learning rate.
+        ValueError: if the method needs a learning rate, or has no update after its warm start.
     """
+    burned, needs = burn_in_steps(burn_in, num_steps), method.requirements
     if learning_rate is not None:
-        return Settings(method, learning_rate, burn_in)
-    needs = method.requirements
-    if needs.learning_rate == "given" and needs.adapts_step and burn_in > 0:
-        return Settings(method, FIRST_STEP, burn_in)
+        return Settings(with_stated_warm_start(method, burned), learning_rate, burn_in)
+    if needs.learning_rate == "given" and needs.adapts_step:
+        warmed = with_stated_warm_start(method, burned)
+        if burned > warmed.num_warm_start_steps:  # the other updates of burn-in adapt the step size
+            return Settings(warmed, FIRST_STEP, burn_in)
     if needs.learning_rate == "whitening":
         method = _whitened(method, burn_in, dim)
-    method = with_own_settings(method, num_steps)
-    if needs.learning_rate == "unused":
-        return Settings(method, 1.0, burn_in)
-    if needs.learning_rate == "from_length":
-        return Settings(method, (num_steps - method.num_warm_start_steps) ** -0.5, burn_in)
-    if needs.learning_rate == "range_test":
-        return Settings(method, trial(num_steps, method.prior_weight), burn_in)
-    steps = method.num_warm_start_steps
-    if steps and method.warm_start_learning_rate is None:
-        method = replace(method, warm_start_learning_rate=trial(steps, method.prior_weight))
-    assert method.burn_in is not None  # with_own_settings sets it
-    return Settings(method, None, method.burn_in)
+    own = own_settings(method, num_steps, burn_in=burned)
+    if own.adamw_steps:
+        own = own.with_found(trial(own.adamw_steps))
+    if needs.learning_rate == "whitening":  # chosen together with the warm start
+        assert own.method.burn_in is not None
+        burn_in = own.method.burn_in
+    return Settings(own.method, own.learning_rate, burn_in)
 
 
 def _whitened(method: MethodConfig, burn_in: float, dim: int) -> MethodConfig:
@@ -130,23 +126,28 @@ def try_rates(
         num_steps: N.
         prior_weight: see ``MethodConfig.prior_weight``.
     Raises:
-        FloatingPointError: if the energy is not finite at any rate.
+        FloatingPointError: if the energy is not finite at the start, or in an update of every rate. In the same cases,
+            an exception by which the energy refuses a point outside its support is raised as it is.
     """
     count = min(MAX_UPDATES, max(MIN_UPDATES, int(TRIAL_SHARE * problem.num_steps) // len(RATES)))
     batches = updates(count)
     found: dict[float, float] = {}
-    failure: FloatingPointError | None = None
+    failure: Exception | None = None
     for rate in RATES:
         rule = adamw_rule(problem, prior_weight=prior_weight, rates=start.new_full((len(start),), rate))
         run = Run(rule, objective, start.clone(), (), problem)
         try:
             energies = [run.update(each, 1 - step / count).info["energy"] for step, each in enumerate(batches)]
-        except FloatingPointError as error:
-            failure = error
+        except Exception as error:
+            if run.num_updates == 0 or not is_outside_support(error):  # no fault of the rate
+                raise
+            failure = failure or error
             continue
-        found[rate] = float(torch.stack(energies)[-max(1, count // 3) :].double().mean())
-    if not found:
-        assert failure is not None
+        found[rate] = float(last_third(energies).double().mean())
+    if failure is not None and not found:
+        failure.add_note(
+            f"at learning rate {RATES[0]:g}, the smallest that was tried because none was given; the larger ones "
+            "failed, too. Give a smaller learning_rate, or look at the energy there"
+        )
         raise failure
-    best = min(found, key=lambda rate: found[rate] if math.isfinite(found[rate]) else math.inf)
-    return best * math.sqrt(min(1.0, count / num_steps))
+    return best_rate(found) * math.sqrt(min(1.0, count / num_steps))

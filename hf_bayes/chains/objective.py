@@ -17,12 +17,14 @@ class FailureWords(NamedTuple):
         gradient: the name of its gradient.
         step: the name of an update, "step" or "update".
         advice: what to do, after the colon.
+        cause: what may have happened, a sentence that ends the message; empty, or begins with a full stop and a space.
     """
 
     value: str
     gradient: str
     step: str
     advice: str
+    cause: str = ""
 
 
 class UpdateObjective(Protocol):

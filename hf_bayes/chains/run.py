@@ -226,7 +226,8 @@ class Run(Generic[State]):
             if value.ndim > 1 and value.shape[-1] == self._start.shape[1]:
                 named += self.objective.place_of(int(bad[rows[0]].reshape(-1, value.shape[-1]).any(0).nonzero()[0, 0]))
             raise FloatingPointError(
-                f"non-finite {what} at {words.step} {self.num_updates + 1} ({named}): {advice or words.advice}"
+                f"non-finite {what} at {words.step} {self.num_updates + 1} ({named}): "
+                f"{advice or words.advice}{words.cause}"
             )
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

@@ -109,11 +109,11 @@ def sample(
         all_batches=plan.one_pass(batches, num_steps * batches_per_step), requirements=method.requirements,
     )  # fmt: skip
 
-    def trial(steps: int, prior_weight: float) -> float:
+    def trial(steps: int) -> float:
         problem, _ = arrange(method, 1.0, burn_in=0)
         return try_rates(
             objective, start, problem, lambda count: list(itertools.islice(_updates(batches, batches_per_step), count)),
-            num_steps=steps, prior_weight=prior_weight,
+            num_steps=steps, prior_weight=method.prior_weight,
         )  # fmt: skip
 
     method, learning_rate, burn_in = settle(

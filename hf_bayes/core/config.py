@@ -56,8 +56,8 @@ class MethodConfig:
         warm_start_steps: number of AdamW updates on U before the method starts (they count as burn-in). None means 0,
             or all of burn-in if ``warm_start_learning_rate`` is given. For a sampler that finds its own step size
             (``learning_rate=None``), None means 240, but at least a quarter and at most a half of the run.
-        warm_start_learning_rate: AdamW's step size in these updates. None means 1e-3. In a run without a learning rate,
-            None means the result of a range test, and the step size falls linearly to 0.
+        warm_start_learning_rate: AdamW's step size in these updates. None means 1e-3. For a sampler that finds its own
+            step size, None means the result of a range test, and AdamW's step size falls linearly to 0.
     """
 
     name: ClassVar[str]

@@ -167,11 +167,24 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
     return _with_warm_start(config, num_steps)
 
 
-def with_stated_warm_start(config: MethodConfig, num_steps: int) -> MethodConfig:
-    """Return the config of a run with a learning rate. A warm start that has a rate and no length lasts for burn-in."""
+def with_stated_warm_start(config: MethodConfig, burn_in: int) -> MethodConfig:
+    """Return the config with the length of its warm start: one that has a rate and no length lasts for burn-in.
+
+    Samplers without a learning rate choose another length (``with_own_settings``).
+
+    Args:
+        burn_in: the updates of burn-in.
+    Raises:
+        ValueError: if that is no update.
+    """
     if config.warm_start_learning_rate is None or config.warm_start_steps is not None:
         return config
-    return replace(config, warm_start_steps=burn_in_steps(config.burn_in, num_steps))
+    if burn_in == 0:
+        raise ValueError(
+            f"warm_start_learning_rate={config.warm_start_learning_rate} of {config.name} is for a warm start that "
+            "lasts for burn-in, which has no updates here: give burn_in or warm_start_steps, or leave it out"
+        )
+    return replace(config, warm_start_steps=burn_in)
 
 
 def _with_warm_start(config: MethodConfig, num_steps: int) -> MethodConfig:

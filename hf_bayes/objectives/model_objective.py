@@ -93,7 +93,7 @@ class ModelObjective:
         self._heldout: HeldOutRows | None = None
         own = getattr(getattr(model.likelihood, "config", None), "advice", "")
         if own:  # a user's likelihood adds its advice
-            self.words = self.words._replace(advice=f"{self.words.advice}. {own}")
+            self.words = self.words._replace(cause=f". {own}")
 
     # -- what a run calls ------------------------------------------------------------------------------------------
 

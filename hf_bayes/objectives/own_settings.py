@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
+from hf_bayes.chains.own_rate import own_settings
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.methods.registry import with_own_settings, with_stated_warm_start
+from hf_bayes.core.schedules import burn_in_steps
+from hf_bayes.methods.registry import with_stated_warm_start
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan, plan_trial
 
 Trial = Callable[[TrialPlan, int], RangeTest]
@@ -22,11 +23,14 @@ class Settings(NamedTuple):
         method: the config, with numbers in place of settings that were left open.
         learning_rate: the peak. None if the method finds a step size of its own during the run; every update then has
             learning rate 1.
-        trial: the result of a trial of learning rates; None without a trial.
+        found_rate: the learning rate of AdamW that a trial has found, in this call or before the run was resumed; None
+            without a trial.
+        trial: the result of the trial of this call.
     """
 
     method: MethodConfig
     learning_rate: float | None
+    found_rate: float | None = None
     trial: RangeTest | None = None
 
 
@@ -50,28 +54,31 @@ def settle(
     Raises:
         ValueError: if the method needs a learning rate, or a trial that is not possible here.
     """
+    burn_in = burn_in_steps(method.burn_in, num_steps)
     if learning_rate is not None:
-        return Settings(with_stated_warm_start(method, num_steps), learning_rate)
-    method = with_own_settings(method, num_steps, falls=falls)
-    if method.requirements.learning_rate == "unused":
-        return Settings(method, 1.0)
-    if method.requirements.learning_rate == "from_length":
-        return Settings(method, (num_steps - method.num_warm_start_steps) ** -0.5)
-    whitens = method.requirements.learning_rate == "whitening"
-    adamw_steps = method.num_warm_start_steps if whitens else num_steps
-    if whitens and (adamw_steps == 0 or method.warm_start_learning_rate is not None):
-        return Settings(method, None)
-    if found is None and trial is None:
+        return Settings(with_stated_warm_start(method, burn_in), learning_rate)
+    own = own_settings(method, num_steps, burn_in=burn_in, falls=falls)
+    if not own.adamw_steps:
+        return Settings(own.method, own.learning_rate)
+    result = None
+    if found is None:
+        result = _require_trial(trial, method)(_plan_of(method, num_steps), own.adamw_steps)
+        found = result.learning_rate
+    own = own.with_found(found)
+    return Settings(own.method, own.learning_rate, found, result)
+
+
+def _plan_of(method: MethodConfig, num_steps: int) -> TrialPlan:
+    """Return the plan of a trial that a run of this method can pay for."""
+    return plan_trial(math.ceil(num_steps * method.requirements.gradients_per_update), method.num_chains)
+
+
+def _require_trial(trial: Trial | None, method: MethodConfig) -> Trial:
+    if trial is None:
+        whitens = method.requirements.learning_rate == "whitening"
         raise ValueError(
             f"{method.name} without a learning rate tries several rates of AdamW on training batches first, and there "
             "are none here: give trial_updates, or a learning rate"
             + (" of the warm start (warm_start_learning_rate)" if whitens else "")
         )
-    result = RangeTest(found, {}, 0) if found is not None else None
-    if result is None:
-        assert trial is not None
-        gradients = math.ceil(num_steps * method.requirements.gradients_per_update)
-        result = trial(plan_trial(gradients, method.num_chains), adamw_steps)
-    if whitens:
-        return Settings(replace(method, warm_start_learning_rate=result.learning_rate), None, result)
-    return Settings(method, result.learning_rate, result)
+    return trial

@@ -1,8 +1,9 @@
 """A learning rate for AdamW from a short trial of several rates at once, on the member axis.
 
 Every rate is a member that starts at the same weights and sees the same minibatches, for n updates with a rate that
-falls linearly to 0. The best of them has the lowest mean loss over the last third of its updates. A longer run needs a
-smaller rate, because its steps add up. With N updates the rate is
+falls linearly to 0. The best of them has the lowest mean loss over the last third of its updates. A rate at which a
+number is not finite is out of the trial. A longer run needs a smaller rate, because its steps add up. With N updates
+the rate is
 
     l = best sqrt(n / N)
 
@@ -12,7 +13,7 @@ The square root is a rule of thumb, no theorem: the steps of AdamW add up to bet
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_bayes.chains.objective import Objective
-from hf_bayes.chains.run import Run
+from hf_bayes.chains.own_rate import MAX_UPDATES, MIN_UPDATES, best_rate, last_third
 from hf_bayes.core.config import DEFAULT_ADAMW_RATE
-from hf_bayes.core.types import Problem
+from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.methods.registry import adamw_rule
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -30,9 +31,6 @@ RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 SHARE = 0.1
 """The share of a run's gradients that a trial may take."""
-
-MIN_UPDATES, MAX_UPDATES = 6, 40
-"""Updates of a trial. With fewer, rates differ by the noise of minibatches only."""
 
 TYPICAL = 0.12
 """The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 150 updates, 1e-3 for 14,400, 2e-4 for 4e5."""
@@ -55,7 +53,8 @@ class RangeTest(NamedTuple):
 
     Attributes:
         learning_rate: the learning rate for the run.
-        losses: rate -> mean loss of a likelihood term over the last third of its updates, in nats; empty without trial.
+        losses: rate -> mean loss of a likelihood term over the last third of its updates, in nats; NaN for a rate that
+            is out of the trial. Empty without a trial.
         num_updates: n, updates of the trial; 0 if the run is too short for one.
         usual: the rate of the trial that the others have to beat by ``MARGIN``, if there is one.
     """
@@ -104,6 +103,7 @@ def plan_trial(gradients_per_chain: int, num_chains: int) -> TrialPlan:
     return TrialPlan(rates, count, rates[-1])
 
 
+@torch.no_grad()
 def range_test(
     objective: Objective,
     start: Tensor,
@@ -127,26 +127,74 @@ def range_test(
         prior_weight: see ``MethodConfig.prior_weight``.
         progress: show a bar.
     Raises:
-        FloatingPointError: if the loss is not finite at any rate.
+        FloatingPointError: if at every rate a number is not finite.
     """
     rates, num_updates, usual = plan
     if not rates:
         return RangeTest(DEFAULT_ADAMW_RATE, {}, 0)
     rule = adamw_rule(problem, prior_weight=prior_weight, rates=start.new_tensor(rates))
-    run = Run(rule, objective, start.expand(len(rates), -1).clone(), (), problem)
-    losses = []
     steps = tqdm(range(num_updates), desc="trying learning rates", disable=not progress, leave=False)
-    for step, batches in zip(steps, updates, strict=False):
-        losses.append(run.update(batches, 1 - step / num_updates).loss)
-    means = torch.stack([loss for loss in losses if loss is not None])[-max(1, num_updates // 3) :].mean(0)
-    found = dict(zip(rates, means.tolist(), strict=True))
+    some = (batches for _, batches in zip(steps, updates, strict=False))
+    losses = list(_descend(rule, objective, start.expand(len(rates), -1).clone(), some, plan))
+    found = dict(zip(rates, last_third(losses).mean(0).tolist(), strict=True))
     best = _best_rate(found, usual)
     return RangeTest(best * math.sqrt(num_updates / num_steps), found, num_updates, usual)
 
 
+def _descend(
+    rule: Rule[Any], objective: Objective, theta: Tensor, updates: Iterable[list[Any]], plan: TrialPlan
+) -> Iterator[Tensor]:
+    """Yield the loss [M] of each update; NaN for a member from the update on in which a number was not finite.
+
+    Such a member goes back to the start, where the model can be evaluated. ``Run.update`` would end the run instead.
+    """
+    state = rule.init(theta, ())
+    lost = torch.zeros(len(theta), dtype=torch.bool, device=theta.device)
+    for step, batches in enumerate(updates):
+        evaluation = objective.for_update(batches, step=step)(state.theta)
+        state, _ = rule.update(state, evaluation, 1 - step / plan.num_updates, ())
+        lost = lost | ~_are_finite(evaluation) | ~_are_finite(state)
+        if bool(lost.all()):
+            raise FloatingPointError(_none_is_left(objective, evaluation, step, plan.rates))
+        if bool(lost.any()):
+            pairs = zip(state, rule.init(theta, ()), strict=True)
+            state = type(state)(*(_put_back(value, first, lost) for value, first in pairs))
+        assert evaluation.loss is not None
+        yield evaluation.loss.masked_fill(lost, math.nan)
+
+
+def _are_finite(values: Iterable[Tensor | None]) -> Tensor:
+    """Return [M]: True for a member all of whose numbers in ``values``, [M, ...] each, are finite.
+
+    They are summed in one pass over memory. In float64 a sum of finite numbers of float32 is finite.
+    """
+    sums = [value.reshape(len(value), -1).sum(1, dtype=torch.float64) for value in values if value is not None]
+    return torch.stack(sums).isfinite().all(0)
+
+
+def _put_back(value: Tensor, first: Tensor, rows: Tensor) -> Tensor:
+    return torch.where(rows.view(-1, *[1] * (value.ndim - 1)), first, value)
+
+
+def _none_is_left(objective: Objective, evaluation: Evaluation, step: int, rates: tuple[float, ...]) -> str:
+    """Return the message of a trial that has lost its last rate in update ``step`` (from 0)."""
+    words, data = objective.words, "check the data and the model's weights for NaN"
+    what = f"non-finite {words.value} or {words.gradient}"
+    if step == 0:  # all members are at the start still, so the rates are not the reason
+        assert evaluation.grad_log_lik is not None
+        columns = (~evaluation.grad_log_lik.isfinite()).any(0).nonzero()[:, 0].tolist()
+        place = objective.place_of(columns[0]) if columns else ""
+        return f"{what} at the weights where the trial of learning rates starts{place}: {data}{words.cause}"
+    return (
+        f"{what} at every learning rate of the trial ({', '.join(f'{rate:g}' for rate in rates)}), at the last of them "
+        f"in {words.step} {step + 1}. No learning rate was given: give one below {min(rates):g} (learning_rate, or "
+        f"warm_start_learning_rate of a sampler), or {data}{words.cause}"
+    )
+
+
 def _best_rate(losses: dict[float, float], usual: float | None) -> float:
     """Return the rate with the lowest loss; the usual one if none is better by ``MARGIN``."""
-    best = min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+    best = best_rate(losses)
     if usual is None or not math.isfinite(losses[usual]):
         return best
     needed = losses[usual] - MARGIN * abs(losses[usual])  # a density's loss may be negative

@@ -54,9 +54,13 @@ def given_or_recommended(
 
 
 def tell_trial(settings: Settings, host: TrainerHost) -> None:
-    """Say which learning rate was found, and for what."""
-    if settings.trial is not None:
-        what = settings.method.name if settings.learning_rate is not None else "warm start by AdamW"
+    """Say which learning rate was found, by this call or by the one that it resumes, and for what."""
+    if settings.found_rate is None:
+        return
+    what = settings.method.name if settings.learning_rate is not None else "warm start by AdamW"
+    if settings.trial is None:
+        host.say("%s: learning rate %.2g, which was found when the run began", what, settings.found_rate)
+    else:
         host.say("%s: %s", what, settings.trial.describe())
 
 

@@ -96,7 +96,7 @@ class RunCheckpoints:
             "rows_per_update": rows.scale.rows_per_update,
             "minibatch": args.minibatch,
             "learning_rate": args.learning_rate,
-            "found_rate": None if active.settings.trial is None else active.settings.trial.learning_rate,
+            "found_rate": active.settings.found_rate,
             "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
             "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
             "warmup_steps": args.warmup_steps,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hf_bayes.chains.sampling import sample
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
 from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.mcmc.gps import GPSConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
@@ -148,7 +150,7 @@ def test_optimisers_and_natural_gradients_need_no_learning_rate() -> None:
 def test_settings_depend_on_the_method_and_the_run() -> None:
     asked: list[int] = []
 
-    def trial(steps: int, prior_weight: float) -> float:
+    def trial(steps: int) -> float:
         asked.append(steps)
         return 0.3
 
@@ -179,6 +181,79 @@ def test_rates_at_which_the_energy_is_not_finite_are_left_out() -> None:
     assert len(RATES) == len(set(RATES))
 
 
+def walled(error: str, width: float, theta: Tensor) -> Tensor:
+    """U of a narrow valley at 0.02, which raises where an element of theta is ``width`` away from 0 or more."""
+    if bool((theta.abs() >= width).any()):
+        if error == "factorisation":
+            torch.linalg.cholesky(-torch.eye(2))
+        elif error == "constraint":
+            torch.distributions.Normal(0.0, torch.tensor(-1.0), validate_args=True)
+        elif error == "division":
+            1 / 0  # noqa: B018
+        raise TypeError("a mistake in the program")
+    return 1e4 * (theta - 0.02).square().sum(1)
+
+
+KINDS = {"factorisation": torch.linalg.LinAlgError, "constraint": ValueError, "division": ZeroDivisionError}
+
+
+@pytest.mark.parametrize("method", [MAPConfig(), SGHMCConfig(num_chains=1, whitening="diagonal")])
+@pytest.mark.parametrize("error", KINDS)
+def test_rates_at_which_the_energy_raises_are_left_out(error: str, method: MethodConfig) -> None:
+    start = torch.zeros(1, 2, dtype=torch.float64)
+    result = sample(lambda theta, batch: walled(error, 0.08, theta), start, method, num_steps=300)
+    assert (result.draws[0, -1] - 0.02).abs().max() < 0.05  # 5 standard deviations
+
+
+@pytest.mark.parametrize("error", KINDS)
+def test_a_trial_without_a_rate_left_says_which_was_tried(error: str) -> None:
+    words = "at learning rate 0.001, the smallest that was tried because none was given; the larger ones failed, too"
+    with pytest.raises(KINDS[error], match=words):
+        sample(lambda theta, batch: walled(error, 5e-4, theta), torch.zeros(1, 2), MAPConfig(), num_steps=300)
+
+
+@pytest.mark.parametrize("error", KINDS)
+def test_an_energy_that_raises_at_the_start_raises_as_it_is(error: str) -> None:
+    with pytest.raises(KINDS[error]) as caught:
+        sample(lambda theta, batch: walled(error, 0.0, theta), torch.zeros(1, 2), MAPConfig(), num_steps=300)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_mistake_in_the_energy_ends_the_trial() -> None:
+    with pytest.raises(TypeError, match="a mistake in the program") as caught:
+        sample(lambda theta, batch: walled("none", 0.08, theta), torch.zeros(1, 2), MAPConfig(), num_steps=300)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def assert_warm_start(method: MethodConfig, **given: Any) -> None:
+    """Check that all of burn-in is a warm start, and that AdamW's rate reaches it."""
+    arguments: dict[str, Any] = {"num_steps": 60, "burn_in": 40, **given}
+    stated = sample(bowl, torch.ones(1, 3), replace(method, warm_start_learning_rate=1e-4), **arguments)
+    assert stated.method == replace(method, warm_start_learning_rate=1e-4, warm_start_steps=40)
+    assert bool((stated.state.warm_step == 40).all())
+
+
+@pytest.mark.parametrize("burn_in", [40, 0.67])
+def test_a_stated_rate_makes_burn_in_a_warm_start(burn_in: float) -> None:
+    assert_warm_start(SGHMCConfig(), learning_rate=0.1, burn_in=burn_in)
+    assert_warm_start(HMCConfig(), learning_rate=0.1, burn_in=burn_in)
+
+
+@pytest.mark.parametrize("method", [IVONConfig(), HMCConfig(step_size=0.1), GPSConfig(max_std=0.1)])
+def test_a_warm_start_needs_no_learning_rate(method: MethodConfig) -> None:
+    assert_warm_start(method)
+
+
+def test_a_kernel_adapts_after_its_warm_start() -> None:
+    def settled(method: MethodConfig) -> Any:
+        return settle(method, None, dim=3, num_steps=100, burn_in=0.5, trial=lambda steps: 0.3)
+
+    assert settled(HMCConfig(warm_start_steps=49)).learning_rate == FIRST_STEP
+    for warm in ({"warm_start_steps": 50}, {"warm_start_learning_rate": 0.1}):  # no update of burn-in is left
+        with pytest.raises(ValueError, match="hmc with these settings needs a learning_rate, got None"):
+            settled(HMCConfig(**warm))
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
@@ -187,6 +262,8 @@ def test_rates_at_which_the_energy_is_not_finite_are_left_out() -> None:
         (MetropolisConfig(target_acceptance=None), {"burn_in": 9}, "metropolis with these settings needs a learning"),
         (SGHMCConfig(whitening="kronecker"), {}, "whitening='kronecker' is made of the inputs and outputs of modules"),
         (SGHMCConfig(), {"num_steps": 6}, "would collect 0 draws: 6 updates, the first 8 of them"),
+        (IVONConfig(warm_start_steps=40), {}, "ivon: 40 updates with warm_start_steps=40 leave none for the method"),
+        (MAPConfig(warm_start_learning_rate=0.1), {}, "warm_start_learning_rate=0.1 of map .* burn-in, which has no"),
         (SGHMCConfig(), {"batches": iter([None] * 9)}, "passes over the data more than once, .* got list_iterator"),
     ],
 )

@@ -22,7 +22,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
-from hf_bayes.objectives.own_settings import settle
+from hf_bayes.objectives.own_settings import Settings, settle
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan
 
 ASKED: list[tuple[int, int, int]] = []
@@ -40,7 +40,7 @@ def _nothing_asked() -> None:
 
 def test_a_given_learning_rate_changes_nothing() -> None:
     method = SGHMCConfig()
-    assert settle(method, 0.1, 100, trial) == (method, 0.1, None)
+    assert settle(method, 0.1, 100, trial) == Settings(method, 0.1)
     assert not ASKED
 
 
@@ -74,7 +74,7 @@ def test_samplers_begin_with_adamw(method: MethodConfig, num_steps: int, warm: i
 
 def test_a_warm_start_and_a_burn_in_of_the_users_stay() -> None:
     method = SGHMCConfig(warm_start_steps=30, warm_start_learning_rate=0.5, burn_in=0.2)
-    assert settle(method, None, 1000, None) == (method, None, None)
+    assert settle(method, None, 1000, None) == Settings(method, None)
     assert settle(SGHMCConfig(warm_start_steps=0), None, 1000, None).method.num_warm_start_steps == 0
     short = settle(SGHMCConfig(burn_in=0.2), None, 1000, trial).method
     assert (short.warm_start_steps, short.burn_in) == (100, 0.2)
@@ -99,9 +99,28 @@ def test_an_average_of_iterates_keeps_the_rate_that_was_found() -> None:
 
 
 def test_a_resumed_run_takes_the_rate_that_was_found() -> None:
-    assert settle(MAPConfig(), None, 1000, trial, found=0.3).learning_rate == 0.3
-    assert settle(SGHMCConfig(), None, 1000, trial, found=0.3).method.warm_start_learning_rate == 0.3
+    first = settle(MAPConfig(), None, 1000, trial)
+    assert first.found_rate == 0.02
+    assert first.trial == RangeTest(0.02, {0.04: 1.0}, 16)
+    ASKED.clear()
+    assert settle(MAPConfig(), None, 1000, trial, found=0.3) == Settings(first.method, 0.3, 0.3, None)
+    sampler = settle(SGHMCConfig(), None, 1000, trial, found=0.3)
+    assert sampler.method.warm_start_learning_rate == 0.3
+    assert sampler[1:] == (None, 0.3, None)
     assert not ASKED
+
+
+def test_a_stated_warm_start_needs_no_learning_rate() -> None:
+    method = AGPSConfig(max_std=0.1, warm_start_learning_rate=3e-3, burn_in=0.4)
+    assert settle(method, None, 100, None) == Settings(replace(method, warm_start_steps=40), 1.0)
+    assert settle(replace(method, burn_in=None), None, 100, None).method.warm_start_steps == 50
+    stated = IVONConfig(warm_start_learning_rate=3e-3, burn_in=36)
+    assert settle(stated, None, 100, None).learning_rate == 0.125
+
+
+def test_a_warm_start_as_long_as_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="ivon: 40 updates with warm_start_steps=40 leave none for the method"):
+        settle(IVONConfig(warm_start_steps=40), None, 40, None)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +144,11 @@ def test_a_method_that_finds_no_rate_asks_for_one(method: MethodConfig) -> None:
     ],
 )  # fmt: skip
 def test_a_method_with_a_step_of_its_own_needs_none(method: MethodConfig) -> None:
-    assert settle(method, None, 1000, None) == (method, 1.0, None)
+    assert settle(method, None, 1000, None) == Settings(method, 1.0)
 
 
 def test_a_natural_gradient_takes_its_rate_from_the_length() -> None:
-    assert settle(IVONConfig(), None, 400, None) == (IVONConfig(), 0.05, None)
+    assert settle(IVONConfig(), None, 400, None) == Settings(IVONConfig(), 0.05)
     assert settle(IVONConfig(warm_start_steps=300), None, 400, None).learning_rate == 0.1
     assert settle(IVONConfig(), 0.2, 400, None).learning_rate == 0.2
 

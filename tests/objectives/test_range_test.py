@@ -15,6 +15,7 @@ from hf_bayes.core.config import DEFAULT_ADAMW_RATE
 from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.registry import adamw_at_rates
 from hf_bayes.objectives.range_test import RATES, RangeTest, TrialPlan, plan_trial, range_test
 
 PROBLEM = Problem(
@@ -122,15 +123,83 @@ def test_the_description_names_every_rate_and_its_loss() -> None:
     assert text.count(":") == 6
 
 
-def test_a_rate_whose_loss_is_not_finite_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    valley = Valley.__call__
+class Spoilt(Valley):
+    """A valley in which numbers of members are not finite from update ``begin`` (from 0) on.
 
-    def spoilt(self: Valley, theta: Tensor, **options: Any) -> Any:
-        found = valley(self, theta, **options)
-        loss = torch.where(torch.arange(6) == 3, torch.nan, found.loss)  # of the best rate
-        return found._replace(loss=loss)
+    Args:
+        spoil: (evaluation, members) -> the evaluation in which numbers of these members are not finite.
+        members: all by default.
+    """
 
-    monkeypatch.setattr(Valley, "__call__", spoilt)
-    found = tried(0.1)
-    assert math.isnan(found.losses[1e-2])
+    def __init__(self, spoil: Any, *, begin: int = 0, members: tuple[int, ...] = tuple(range(len(RATES)))) -> None:
+        super().__init__(0.1)
+        self.spoil, self.begin, self.members, self.step = spoil, begin, torch.tensor(members), 0
+
+    def for_update(self, batches: list[Any], *, step: int, inside: Tensor | None = None) -> Any:
+        self.step = step
+        return self
+
+    def __call__(self, theta: Tensor, *, gradient: bool = True, **options: Any) -> Any:
+        found = super().__call__(theta, gradient=gradient, **options)
+        return self.spoil(found, self.members) if self.step >= self.begin else found
+
+    def place_of(self, column: int) -> str:
+        return f", w[{column}]"
+
+
+def overflowing(found: Evaluation, members: Tensor) -> Evaluation:
+    """Loss, log-likelihood and gradient of a model whose outputs overflow."""
+    changed = {name: getattr(found, name).index_fill(0, members, math.inf) for name in ("loss", "grad_log_lik")}
+    return found._replace(log_lik=found.log_lik.index_fill(0, members, -math.inf), **changed)
+
+
+def element_of_gradient(found: Evaluation, members: Tensor) -> Evaluation:
+    assert found.grad_log_lik is not None
+    gradient = found.grad_log_lik.clone()
+    gradient[members, 1] = math.nan
+    return found._replace(grad_log_lik=gradient)
+
+
+def steep(found: Evaluation, members: Tensor) -> Evaluation:
+    """The gradient is finite, and its square, in AdamW's state, is not."""
+    assert found.grad_log_lik is not None
+    return found._replace(grad_log_lik=found.grad_log_lik.index_fill(0, members, 1e30))
+
+
+@pytest.mark.parametrize("spoil", [overflowing, element_of_gradient, steep])
+@pytest.mark.parametrize("begin", [0, 7, 19])
+def test_a_rate_with_a_non_finite_number_only_loses(spoil: Any, begin: int) -> None:
+    updates, plan, whole = [[None]] * 20, TrialPlan(RATES, 20), tried(0.1).losses
+    valley = Spoilt(spoil, begin=begin, members=(3, 4))  # the best rate is one of them
+    found = range_test(valley, torch.zeros(3), PROBLEM, updates, plan=plan, num_steps=80)
+    assert [rate for rate, loss in found.losses.items() if math.isnan(loss)] == [1e-2, 3e-2]
+    assert all(loss == whole[rate] for rate, loss in found.losses.items() if not math.isnan(loss))
     assert found.learning_rate == 0.05  # of 1e-1, the next best
+
+
+def test_a_trial_is_the_run_of_all_its_rates_bit_by_bit() -> None:
+    rule = adamw_at_rates(torch.tensor(RATES), PROBLEM)
+    run = Run(rule, Valley(0.1), torch.zeros(6, 3), (), PROBLEM)
+    losses = [run.update([None], 1 - step / 20).loss for step in range(20)]
+    means = torch.stack([loss for loss in losses if loss is not None])[-6:].mean(0)
+    assert list(tried(0.1).losses.values()) == means.tolist()
+
+
+def test_a_trial_that_loses_every_rate_says_that_none_was_given() -> None:
+    updates, plan = [[None]] * 20, TrialPlan(RATES, 20)
+    valley = Spoilt(overflowing, begin=7)
+    valley.words = valley.words._replace(cause=". It may have overflowed")
+    words = (
+        r"non-finite log-likelihood or gradient at every learning rate of the trial \(0.0003, .* 0.1\), at the last of "
+        r"them in update 8\. No learning rate was given: give one below 0.0003 .*, or check .* for NaN\. It may"
+    )
+    with pytest.raises(FloatingPointError, match=words):
+        range_test(valley, torch.zeros(3), PROBLEM, updates, plan=plan, num_steps=80)
+
+
+@pytest.mark.parametrize(("spoil", "place"), [(overflowing, r", w\[0\]"), (element_of_gradient, r", w\[1\]")])
+def test_a_start_that_is_not_finite_is_no_fault_of_the_rates(spoil: Any, place: str) -> None:
+    updates, plan = [[None]] * 20, TrialPlan(RATES, 20)
+    words = f"non-finite .* at the weights where the trial of learning rates starts{place}: check the data and the"
+    with pytest.raises(FloatingPointError, match=words):
+        range_test(Spoilt(spoil), torch.zeros(3), PROBLEM, updates, plan=plan, num_steps=80)

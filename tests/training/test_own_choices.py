@@ -91,22 +91,28 @@ def test_a_schedule_of_trainers_takes_the_place_of_the_linear_one(tmp_path: Path
 
 @pytest.mark.parametrize("method", [SGHMCConfig(num_chains=2), MAPConfig()], ids=lambda method: method.name)
 def test_a_resumed_run_keeps_the_rate_and_tries_nothing(
-    tmp_path: Path, always_tries: None, monkeypatch: pytest.MonkeyPatch, method: Any
+    tmp_path: Path, always_tries: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: Any
 ) -> None:
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
     whole = trainer(tmp_path, method, save_strategy="steps", save_steps=4)
     whole.train()
+    found = whole.active.settings.trial.learning_rate
+    assert "from a trial of" in caplog.text
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a resumed run tries no rates")
 
     monkeypatch.setattr(starting, "range_test", refuse)
     for cut in (4, 12, 28):  # before the curvature pass of the sampler, and after it
+        caplog.clear()
         again = trainer(tmp_path / "again", method)
         again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{cut}"))
         assert all(torch.equal(a, b) for a, b in zip(whole.run.draws, again.run.draws, strict=True))
+        assert f": learning rate {found:.2g}, which was found when the run began" in caplog.text
+        assert "too short to try" not in caplog.text
     settings = json.loads((tmp_path / "checkpoint-4" / "chains" / "settings.json").read_text())
     assert settings["learning_rate"] is None
-    assert settings["found_rate"] == whole.active.settings.trial.learning_rate
+    assert settings["found_rate"] == found
 
 
 @pytest.mark.parametrize("fault", ["mistyped", "damaged"])
