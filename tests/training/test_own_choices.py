@@ -20,6 +20,7 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.recommended import LEAST_UPDATES
+from hf_bayes.methods.sgmcmc.agps import AGPSConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
@@ -78,6 +79,34 @@ def test_an_optimiser_runs_at_the_rate_it_found(tmp_path: Path, always_tries: No
     assert rates == pytest.approx([found * (1 - step / 32) for step in range(32)], abs=1e-12)
     assert run.method.schedule == Linear()
     assert run.adamw_learning_rate == found
+
+
+def test_a_rate_that_overflows_the_model_only_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for other in (3e-3, 1e30):
+        plan = TrialPlan((1e-3, other), 8)
+        monkeypatch.setattr(own_settings, "plan_trial", lambda gradients, num_chains, plan=plan: plan)
+        run = trainer(tmp_path, MAPConfig(prior_std=0.1))
+        run.train()
+        found.append(run.active.settings.trial)
+    assert math.isnan(found[1].losses[1e30])
+    assert found[1].losses[1e-3] == pytest.approx(found[0].losses[1e-3], rel=1e-6)  # one rounding of float32
+    assert found[1].learning_rate == 1e-3 * (8 / 32) ** 0.5
+
+
+def test_a_trial_without_a_finite_rate_ends_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_settings, "plan_trial", lambda gradients, num_chains: TrialPlan((1e30, 1e32), 8))
+    with pytest.raises(FloatingPointError, match=r"at every learning rate .* in step 2\. No learning rate was given"):
+        trainer(tmp_path, MAPConfig(prior_std=0.1)).train()
+
+
+def test_a_method_without_a_rate_makes_its_stated_warm_start(tmp_path: Path) -> None:
+    method = AGPSConfig(num_chains=2, max_std=0.1, warm_start_learning_rate=0.01, burn_in=10)
+    run = trainer(tmp_path, method, max_steps=12)
+    run.train()
+    assert run.method.warm_start_steps == 10
+    assert run.run.state.warm_step.tolist() == [10, 10]
+    assert run.adamw_learning_rate == 0.01
 
 
 def test_a_schedule_of_trainers_takes_the_place_of_the_linear_one(tmp_path: Path, always_tries: None) -> None:
