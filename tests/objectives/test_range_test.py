@@ -15,7 +15,7 @@ from hf_bayes.core.config import DEFAULT_ADAMW_RATE
 from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.methods.registry import adamw_at_rates
+from hf_bayes.methods.registry import adamw_rule
 from hf_bayes.objectives.range_test import RATES, RangeTest, TrialPlan, plan_trial, range_test
 
 PROBLEM = Problem(
@@ -178,7 +178,7 @@ def test_a_rate_with_a_non_finite_number_only_loses(spoil: Any, begin: int) -> N
 
 
 def test_a_trial_is_the_run_of_all_its_rates_bit_by_bit() -> None:
-    rule = adamw_at_rates(torch.tensor(RATES), PROBLEM)
+    rule = adamw_rule(PROBLEM, rates=torch.tensor(RATES))
     run = Run(rule, Valley(0.1), torch.zeros(6, 3), (), PROBLEM)
     losses = [run.update([None], 1 - step / 20).loss for step in range(20)]
     means = torch.stack([loss for loss in losses if loss is not None])[-6:].mean(0)
