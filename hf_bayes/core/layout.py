@@ -152,7 +152,9 @@ def modules_of(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Return the longest ModuleList of blocks of one class, with its name; None if there is no such list.
 
-    Lists inside a block (its experts, for example) do not count. In a multimodal model only the text decoder counts.
+    Lists inside a block (its experts, for example) do not count, and neither do parallel lists of equal length, which
+    hold the parts of blocks (the attentions and feed-forward layers of XLM). In a multimodal model only the text
+    decoder counts.
     """
     decoder = decoder_of(model)
     inside = None if decoder is None else {id(module) for module in decoder.modules()}
@@ -163,7 +165,20 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
         and len({type(block) for block in module}) == 1
         and not any(part.isdigit() for part in name.split("."))
     ]
-    return max(lists, key=lambda item: len(item[1]), default=None)
+    found = max(lists, key=lambda item: len(item[1]), default=None)
+    return None if found is None or _is_parallel(found, lists) else found
+
+
+def _is_parallel(found: tuple[str, nn.ModuleList], lists: list[tuple[str, nn.ModuleList]]) -> bool:
+    """Check for another list with parameters in the same module, of the same length > 1."""
+    parent, size = found[0].rpartition(".")[0], len(found[1])
+    return size > 1 and any(
+        other is not found[1]
+        and len(other) == size
+        and name.rpartition(".")[0] == parent
+        and any(True for _ in other.parameters())
+        for name, other in lists
+    )
 
 
 def grouped(names: Iterable[str], *, shown: int = 3) -> str:

@@ -19,7 +19,8 @@ class Context:
         num_positions: T, the positions of a row.
         tensors: {parameter name: [M, *shape]}, views of theta.
         trunk: True if the rows of all members are equal before the first random layer, so B rows are enough there.
-        fanned_out: True if the current forward has reached a random block, after which rows of members differ.
+        fanned_out: True if the current forward has reached a random block or read a random parameter, after which rows
+            of members differ.
         num_forwards: the number of forwards that have begun.
         used: names of the random parameters that have been read.
         batch_statistics: True if batch normalisation takes the statistics of a member's rows, as in training, unless

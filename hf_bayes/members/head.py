@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.members.engine import Members
-from hf_bayes.members.inputs import num_rows_of
+from hf_bayes.members.inputs import shape_of
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Bytes of the float32 logits of one chunk, for all members together. On a CPU they fit the caches; on a GPU they keep
@@ -49,11 +49,11 @@ class ChunkedHead:
 
         The hidden states are [M * B, T, h], or [B, T, h] if only the head is random.
         """
-        output = self.members.forward(inputs, folded=folded, module=self.backbone)
-        hidden = output.last_hidden_state
         if self.alike and not folded:
-            hidden = hidden[: num_rows_of(inputs)].detach()  # no random parameter before it, so no gradient is needed
-        return hidden, output
+            output = self.members.run(self.backbone, inputs, *shape_of(inputs))
+            return output.last_hidden_state.detach(), output  # no random parameter before it, so no gradient is needed
+        output = self.members.forward(inputs, folded=folded, module=self.backbone)
+        return output.last_hidden_state, output
 
     def logits(self, hidden: Tensor, output: Any) -> Tensor:
         """Return the logits [M, n, V] of hidden states [M, n, h], or [1, n, h] if they are equal for all members."""

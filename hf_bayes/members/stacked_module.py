@@ -50,6 +50,7 @@ class Stacked:
         if tensor is None:
             raise RuntimeError(f"{name} is random: call the BayesianModel that holds this model, or detach() it first")
         context.used.add(name)
+        context.fanned_out = True
         return tensor
 
     def parameter(self, attribute: str) -> Tensor:

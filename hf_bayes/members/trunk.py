@@ -1,8 +1,9 @@
 """The trunk: the layers before the first random one run once for all members.
 
-The model is called with M * B folded rows, so everything that it derives from them (masks, positions, pooling) has the
-right shape. Hooks cut the inputs of the trunk's blocks to B rows, and repeat them to M * B rows at the first random
-block. A hook that does not fire costs time and never correctness, because the rows that it would have cut are copies.
+The model is called with M * B folded rows, so everything that it derives from them (masks, positions) has M * B rows.
+Hooks cut the inputs of the trunk's blocks to B rows, and repeat the hidden states to M * B rows at the first random
+block. If no block is random, they repeat the output of the last block, because pooling by a mask reads both. A hook
+that does not fire costs time and never correctness, because the rows that it would have cut are copies.
 
 If members run in several passes over the same rows, only the first pass runs the trunk (``Trunk.run_once``). A
 ``TrunkMemory`` keeps the trunk's output for rows that occur again.
@@ -58,6 +59,8 @@ class Trunk:
         ]
         hooks += [(block, self._fan_out) for block in self.blocks[self.num_blocks : self.num_blocks + 1]]
         self.handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block, hook in hooks]
+        if self.num_blocks == len(self.blocks):
+            self.handles.append(self.blocks[-1].register_forward_hook(self._fan_out_last))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -117,7 +120,7 @@ class Trunk:
             memory.keep(keys, stored[0])
 
     def _cut(self, block: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        """Cut [M * B, ...] to [B, ...] in all inputs of a block, unless a random block has run before."""
+        """Cut [M * B, ...] to [B, ...] in all inputs of a block, unless a random module has run before."""
         context = self.context
         if not context.trunk or context.fanned_out:
             return None
@@ -145,12 +148,28 @@ class Trunk:
         if not context.trunk:
             return None
         context.fanned_out = True
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[0] == context.num_rows:
-            hidden = context.repeat(hidden.detach())  # no random parameter before it, so no gradient is needed
-            # dropout before the first stacked module would make the copies differ
-            context.mark_fanned_out(copies=not (block.training and self.has_dropout))
+        hidden = self._repeated(block, args[0] if args else kwargs["hidden_states"])
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    def _fan_out_last(self, block: nn.Module, args: Args, output: Any) -> Any:
+        """Repeat the hidden states that the last block returns, alone or first in a tuple.
+
+        The members' rows are still equal, so a block that is called again (ALBERT) is cut again.
+        """
+        if not self.context.trunk or self.context.fanned_out:
+            return None
+        if isinstance(output, tuple):
+            return (self._repeated(block, output[0]), *output[1:])
+        return self._repeated(block, output)
+
+    def _repeated(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Return hidden states [B, ...] as [M * B, ...]; others are returned unchanged."""
+        context = self.context
+        if hidden.shape[0] != context.num_rows:
+            return hidden
+        # dropout before the first stacked module would make the copies differ
+        context.mark_fanned_out(copies=not (block.training and self.has_dropout))
+        return context.repeat(hidden.detach())  # no random parameter before it, so no gradient is needed
 
 
 class TrunkMemory:
