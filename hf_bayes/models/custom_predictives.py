@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from hf_bayes.core.rng import generator
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models import predictives
-from hf_bayes.models.predictives import MemberClasses, MemberPredictive
+from hf_bayes.models.predictives import MemberClasses, MemberPredictive, number_statistics
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 from hf_bayes.uncertainty.custom.weighted import WeightedRows
 from hf_bayes.uncertainty.decomposition import Prediction
-from hf_bayes.uncertainty.gaussian_links import NUM_DRAWS, moments
+from hf_bayes.uncertainty.gaussian_links import NUM_DRAWS, moments, monte_carlo
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, widened
 from hf_bayes.uncertainty.several_labels import two_classes
 
@@ -45,10 +44,7 @@ class OwnNumbers(MemberPredictive):
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL, squared errors, deviations, and the share of labels within one predictive deviation."""
-        squares = (self.logits - labels.to(self.logits).reshape(self.logits.shape)).square()
-        covered = (squares.sqrt() <= self.parts["predictive_std"]).to(self.logits.dtype)
-        numbers = {"mse": squares, "covered": covered, **self.parts}
-        return super().statistics(labels) | {name: value.mean(-1) for name, value in numbers.items()}
+        return super().statistics(labels) | number_statistics(self.logits, self.parts, labels)
 
 
 class MemberRewards(MemberPredictive):
@@ -127,13 +123,17 @@ class UnweightedRows:
 
 
 def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> Predictive:
-    """Return the mixture of members with ``logits`` [M, ..., C] under any likelihood, as ``predictives.of_members``."""
+    """Return the mixture of members with ``logits`` [M, ..., C] under any likelihood.
+
+    Args:
+        temperature: as of ``predictives.of_head_members``.
+    """
     return _of_members(likelihood, logits, spread, temperature)
 
 
 @functools.singledispatch
 def _of_members(likelihood: Likelihood, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
-    return predictives.of_members(logits, likelihood, spread, temperature)
+    return predictives.of_head_members(logits, likelihood, spread, temperature)
 
 
 @_of_members.register
@@ -158,19 +158,22 @@ def _of_own(likelihood: Adapted, logits: Tensor, spread: LocalMembers, temperatu
 def of_gaussian(
     mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str, temperature: float = 1.0
 ) -> Predictive:
-    """Return the prediction of K Gaussians over the outputs under any likelihood; see ``predictives.of_gaussian``.
+    """Return the prediction of K Gaussians over the outputs under any likelihood.
 
     A user's likelihood has no closed form: draws of the outputs, of a fixed seed, are its members. A preference depends
     on the difference of two rewards, in which their common constant cancels.
+
+    Args:
+        mean, covariance, link, temperature: as of ``predictives.of_head_gaussian``.
     """
     if isinstance(likelihood, Preferences):
         if mean.shape[-1] != likelihood.texts_per_row:
             return GaussianRewards(mean, covariance)
-        return predictives.of_gaussian(*_differences(mean, covariance), Categorical(), link, temperature)
+        return predictives.of_head_gaussian(*_differences(mean, covariance), Categorical(), link, temperature)
     if isinstance(likelihood, WeightedRows):
         return UnweightedRows(of_gaussian(mean, covariance, likelihood.inner, link, temperature), likelihood)
     if not isinstance(likelihood, Adapted):
-        return predictives.of_gaussian(mean, covariance, likelihood, link, temperature)
+        return predictives.of_head_gaussian(mean, covariance, likelihood, link, temperature)
     return DrawnOutputs(of_members(_draws(mean, covariance), likelihood, LocalMembers(), temperature))
 
 
@@ -189,13 +192,6 @@ def _differences(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draws(mean: Tensor, covariance: Tensor) -> Tensor:
-    """Return [S K, ..., C] draws of K Gaussians, of about ``NUM_DRAWS`` in all."""
-    count = -(-NUM_DRAWS // len(mean))
-    noise = torch.randn(count, *mean.shape, generator=generator(0, "outputs"), dtype=mean.dtype).to(mean.device)
-    if covariance.ndim == mean.ndim:
-        deviations = covariance.clamp_min(0).sqrt() * noise
-    else:
-        values, vectors = torch.linalg.eigh(covariance)
-        root = vectors * values.clamp_min(0).sqrt()[..., None, :]
-        deviations = torch.einsum("k...ij,sk...j->sk...i", root, noise)
-    return (mean + deviations).flatten(0, 1)
+    """Return [S K, ..., C] draws of K Gaussians, of about ``NUM_DRAWS`` in all. All rows share their noise."""
+    pairs = -(-NUM_DRAWS // (2 * len(mean)))
+    return monte_carlo(mean, covariance, generator(0, "outputs"), 2 * pairs).flatten(0, 1)

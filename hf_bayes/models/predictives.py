@@ -137,6 +137,19 @@ class NumberPredictive:
         )
 
 
+def number_statistics(mean: Tensor, deviations: dict[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
+    """Return [...] means over the D numbers of a label: squared errors, coverage and deviations.
+
+    Args:
+        mean: [..., D] of the prediction.
+        deviations: name -> [..., D], with the ``predictive_std`` by which a label is covered.
+        labels: as many numbers as the mean has.
+    """
+    squares = (mean - labels.to(mean).reshape(mean.shape)).square()
+    covered = (squares.sqrt() <= deviations["predictive_std"]).to(mean.dtype)
+    return {name: value.mean(-1) for name, value in {"mse": squares, "covered": covered, **deviations}.items()}
+
+
 def _member_scores(parts: Tensor, spread: LocalMembers) -> dict[str, Tensor]:
     """Return the statistics of single members from the log-likelihoods [m, n, P] of the parts of n terms."""
     return {"member_nll": -spread.mean(parts.sum(-1)), "member_log_lik": spread.every(parts).movedim(0, -1)}
@@ -221,10 +234,7 @@ class MemberNumbers(MemberPredictive):
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL, squared errors, deviations, and the share of labels within one predictive deviation."""
-        squares = (self.logits - labels.to(self.logits.dtype).reshape(self.logits.shape)).square()
-        covered = (squares.sqrt() <= self.parts["predictive_std"]).to(self.logits.dtype)
-        numbers = {"mse": squares, "covered": covered, **self.parts}
-        return super().statistics(labels) | {name: value.mean(-1) for name, value in numbers.items()}
+        return super().statistics(labels) | number_statistics(self.logits, self.parts, labels)
 
 
 _BY_MEMBERS: dict[type[Likelihood], Callable[..., Predictive]] = {
@@ -234,8 +244,12 @@ _BY_MEMBERS: dict[type[Likelihood], Callable[..., Predictive]] = {
 }
 
 
-def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> Predictive:
-    """Return the mixture of members with ``logits`` [M, ..., C] under the likelihood of the task.
+def of_head_members(
+    logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0
+) -> Predictive:
+    """Return the mixture of members with ``logits`` [M, ..., C] under the likelihood of a head of transformers.
+
+    Predictors call ``custom_predictives.of_members``, which takes any likelihood.
 
     Args:
         temperature: of the mixture; 1 for numbers.
@@ -282,9 +296,8 @@ class GaussianNumbers(NumberPredictive):
         return self._nll(labels).mean()
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
-        squares = (self.logits - labels.to(self.logits).reshape(self.logits.shape)).square()
-        numbers = {"mse": squares, **self.parts}
-        return {"nll": self._nll(labels)} | {name: value.mean(-1) for name, value in numbers.items()}
+        """Return the NLL, squared errors, deviations, and the share of labels within one predictive deviation."""
+        return {"nll": self._nll(labels)} | number_statistics(self.logits, self.parts, labels)
 
     def below(self, labels: Tensor) -> Tensor:
         """Return [B, C] the predictive probability of numbers below the labels, a mean over the K Gaussians."""
@@ -305,10 +318,12 @@ _BY_GAUSSIAN: dict[type[Likelihood], Callable[..., Predictive]] = {
 }
 
 
-def of_gaussian(
+def of_head_gaussian(
     mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str, temperature: float = 1.0
 ) -> Predictive:
-    """Return the prediction of K Gaussians over the outputs, of equal weights, under the likelihood of the task.
+    """Return the prediction of K Gaussians of equal weights under the likelihood of a head of transformers.
+
+    Predictors call ``custom_predictives.of_gaussian``, which takes any likelihood.
 
     Args:
         mean: [K, ..., C].

@@ -60,7 +60,7 @@ def test_gaussian_outputs_give_the_closed_form_of_a_regression() -> None:
     covariance = torch.tensor([[[[0.5, 0.0], [0.0, 0.0]]]], dtype=torch.float64)  # the variance is known
     own = custom_predictives.of_gaussian(mean, covariance, HETEROSCEDASTIC, "monte_carlo")
     noise_std = float((1e-6 + torch.tensor(-1.0).exp()).sqrt())
-    exact = predictives.of_gaussian(mean[..., :1], covariance[..., :1, :1], Normal(noise_std), "monte_carlo")
+    exact = predictives.of_head_gaussian(mean[..., :1], covariance[..., :1, :1], Normal(noise_std), "monte_carlo")
     labels = torch.tensor([0.7], dtype=torch.float64)
     # 1000 draws: 4 standard errors of a mean are .09, of a standard deviation 9 %, and of the density's mean about 5 %
     assert float(own.logits) == pytest.approx(float(exact.logits), abs=0.09)
@@ -69,6 +69,21 @@ def test_gaussian_outputs_give_the_closed_form_of_a_regression() -> None:
     assert float(own.loss(labels)) == pytest.approx(float(exact.loss(labels)), abs=0.05)
     assert own.members is None
     assert not [name for name in own.statistics(labels) if name.startswith("member_")]
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("likelihood", [HETEROSCEDASTIC, ORDINAL], ids=lambda likelihood: likelihood.name)
+def test_a_row_is_predicted_as_if_it_were_alone(likelihood: Adapted, full: bool) -> None:
+    torch.manual_seed(0)
+    mean = torch.randn(2, 5, likelihood.num_outputs, dtype=torch.float64)  # two components, five rows
+    covariance = torch.rand_like(mean)
+    covariance = torch.diag_embed(covariance) if full else covariance
+    together = custom_predictives.of_gaussian(mean, covariance, likelihood, "monte_carlo")
+    alone = custom_predictives.of_gaussian(mean[:, 3:4], covariance[:, 3:4], likelihood, "monte_carlo")
+    # float64 products in batches of another size
+    torch.testing.assert_close(together.logits[3:4], alone.logits, rtol=1e-12, atol=1e-12)
+    for name, value in together.parts.items():
+        torch.testing.assert_close(value[3:4], alone.parts[name], rtol=1e-9, atol=1e-12)
 
 
 def test_weights_do_not_judge_predictions() -> None:
@@ -94,7 +109,7 @@ def test_a_constant_of_both_rewards_cancels(link: str) -> None:
     # the exact probability; the probit link is within 1 % of it, and draws of the link have an error of 0.3 %
     assert float(found[0, 0]) == pytest.approx(float(z.sigmoid().mean()), abs=0.02)
     # the broken twin: variances of both rewards without their covariance
-    wrong = predictives.of_gaussian(mean, (own + 100).diagonal(dim1=-2, dim2=-1), Categorical(), link).logits.exp()
+    wrong = predictives.of_head_gaussian(mean, (own + 100).diagonal(dim1=-2, dim2=-1), Categorical(), link).logits.exp()
     assert float(wrong[0, 0]) < float(found[0, 0]) - 0.05
 
 

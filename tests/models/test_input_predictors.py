@@ -59,7 +59,9 @@ def test_linear_models_predict_as_exact_bayesian_regression(temperature: float, 
     assert abs(float(output.loss - nll.mean())) < 1e-9
     statistics, _ = bayesian.evaluate_batch({**inputs, "labels": y})
     assert (statistics["nll"] - nll).abs().max() < 1e-9
-    assert set(statistics) == {"nll", "mse", "predictive_std", "epistemic_std"}
+    assert set(statistics) == {"nll", "mse", "covered", "predictive_std", "epistemic_std"}
+    assert torch.equal(statistics["covered"], ((y - center).abs() <= (variance + NOISE**2).sqrt()).double())
+    assert 0 < float(statistics["covered"].mean()) < 1
     forgotten = -torch.distributions.Normal(center, NOISE).log_prob(y)
     assert (statistics["nll"] - forgotten).abs().max() > 1e-3
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import select
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.predictives import GaussianNumbers, MemberNumbers, of_gaussian
+from hf_bayes.models.predictives import GaussianNumbers, MemberNumbers, of_head_gaussian
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Normal
 from hf_bayes.uncertainty.several_labels import decompose_labels
@@ -116,7 +116,7 @@ def test_gaussian_labels_sum_the_uncertainties_of_each(link: str, full: bool) ->
     root = 0.5 * torch.randn((2, 5, 3, 3), generator=generator, dtype=torch.float64)
     covariance = root @ root.mT
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    found = of_gaussian(mean, covariance if full else variance, Bernoulli(), link)
+    found = of_head_gaussian(mean, covariance if full else variance, Bernoulli(), link)
     normal = torch.special.ndtri((torch.arange(4000, dtype=torch.float64) + 0.5) / 4000)  # quantiles as members
     members = (mean[:, None] + variance[:, None].sqrt() * normal.view(1, -1, 1, 1)).flatten(0, 1)
     exact = decompose_labels(members)._asdict()

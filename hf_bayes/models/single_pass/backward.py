@@ -25,13 +25,14 @@ from torch import Tensor
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.distributions.covariance import Diagonal, Kronecker
 from hf_bayes.members.module_hooks import LayerHooks
-from hf_bayes.models import predictives
+from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_predictors import member_outputs
 from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, moved_to, owner_of, spread_along
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
+from hf_bayes.uncertainty.custom.weighted import without_weights
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import widened
 
@@ -146,7 +147,7 @@ class BackwardPredictor:
         """Return the prediction by Gaussian outputs."""
         assert self.link is not None
         outputs = self.outputs(model, inputs)
-        return predictives.of_gaussian(*outputs, model.likelihood, self.link, model.mixture_temperature)
+        return custom_predictives.of_gaussian(*outputs, model.likelihood, self.link, model.mixture_temperature)
 
     @contextmanager
     def reusing_passes(self, groups: Sequence[Sequence[str]]) -> Iterator[None]:
@@ -196,6 +197,6 @@ class BackwardPredictor:
 
     def _directions(self, model: BayesianModel, factors: Mapping[str, float]) -> Directions:
         size = model.config.num_labels
-        if model.likelihood.predicts_classes and self.rank < size:
+        if without_weights(model.likelihood).predicts_classes and self.rank < size:
             return Directions(lambda logits: leading_directions(logits, self.rank), self.rank, factors)
         return Directions(lambda logits: torch.eye(size).to(logits).expand(len(logits), -1, -1), size, factors)

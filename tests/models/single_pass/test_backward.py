@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from hf_bayes.core.layout import select
+from hf_bayes import attach
+from hf_bayes.core.layout import initial, select
+from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, Diagonal
 from hf_bayes.models.linearised import gaussian_outputs
 from hf_bayes.models.single_pass.backward import BackwardPredictor, leading_directions
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from scripts.reproduce.small_models import attached
 from tests.models.linear_cases import random_covariance
 from tests.models.single_pass.cases import DOUBLE, normal
@@ -46,6 +54,22 @@ def test_the_mean_is_the_models_own_logits_bit_for_bit() -> None:
             found = BackwardPredictor(bayesian).outputs(bayesian, inputs)
         assert torch.equal(found.mean[0], expected)
         assert found.covariance.abs().max() < 1e-15  # of variances 1e-20 of a thousand weights
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs"),
+    [(Heteroscedastic(), 2), (Ordinal(num_classes=4), 3), (Weighted(of=Ordinal(num_classes=4)), 3), (Weighted(), 3)],
+)
+def test_a_users_likelihood_is_predicted_as_linearised(likelihood: LikelihoodConfig, outputs: int) -> None:
+    model = with_lora(tiny_bert(dtype=DOUBLE, hidden_size=4, intermediate_size=6, num_labels=outputs))
+    inputs, layout = inputs_of(model), select(model)
+    gaussian = Gaussian(initial(model, layout)[None], (random_covariance("diagonal", layout),))
+    with attach(model, likelihood=likelihood) as bayesian:
+        config = SimpleNamespace(calibration={}, layer_factors={})
+        bayesian.posterior = SimpleNamespace(approximation=gaussian, config=config)
+        found = bayesian.single_pass(rank=outputs)(**inputs)
+        expected = bayesian.linearise("bridge")(**inputs)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-9, atol=1e-9)
 
 
 def test_directions_of_many_classes_are_those_of_the_probable_ones() -> None:
