@@ -6,7 +6,8 @@ c_{-1} = -infinity and c_{K-1} = infinity. With a = c_k - f and b = c_{k-1} - f,
 
     log (sigmoid(a) - sigmoid(b)) = log sigmoid(a) + log sigmoid(-b) + log(1 - exp(b - a)),
 
-which stays exact where both sigmoids are 0 or 1 in floating point.
+which stays exact where both sigmoids are 0 or 1 in floating point. The distance a - b = c_k - c_{k-1} is not computed
+from a and b, which may be equal in floating point.
 """
 
 from __future__ import annotations
@@ -63,15 +64,18 @@ class Ordinal(CustomLikelihood):
         return log_probs.expand(*lead, -1).gather(-1, labels.long().expand(lead)[..., None])[..., 0]
 
     def predict(self, outputs: Tensor) -> ClassLogProbs:
-        bounds = self._bounds(outputs)
+        bounds, gaps = self._bounds(outputs)
         below, above = F.logsigmoid(bounds), F.logsigmoid(-bounds)
-        gaps = (-(bounds[..., :-1] - bounds[..., 1:]).expm1()).log()
-        inner = below[..., 1:] + above[..., :-1] + gaps
+        inner = below[..., 1:] + above[..., :-1] + (-(-gaps).expm1()).log()
         return ClassLogProbs(torch.cat([below[..., :1], inner, above[..., -1:]], -1))
 
-    def _bounds(self, outputs: Tensor) -> Tensor:
-        """Return [..., K - 1], the cutpoints minus f."""
+    def _bounds(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cutpoints minus f, [..., K - 1], and the distances between them, [..., K - 2] or [K - 2].
+
+        Differences of the former would be 0 where a small distance is rounded away beside a large f.
+        """
         if self.cutpoints is not None:
-            return torch.tensor(self.cutpoints, dtype=outputs.dtype, device=outputs.device) - outputs
+            cutpoints = torch.tensor(self.cutpoints, dtype=torch.float64)
+            return cutpoints.to(outputs) - outputs, cutpoints.diff().to(outputs)
         gaps = F.softplus(outputs[..., 1:]) + SMALLEST_GAP
-        return torch.cat([-outputs[..., :1], gaps], -1).cumsum(-1)
+        return torch.cat([-outputs[..., :1], gaps], -1).cumsum(-1), gaps

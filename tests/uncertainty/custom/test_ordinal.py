@@ -34,6 +34,19 @@ def test_far_outputs_keep_exact_log_probabilities() -> None:
     assert bool(own.predict(torch.tensor([[1e4], [-1e4]])).log_probs.isfinite().all())
 
 
+@pytest.mark.parametrize("far", [20.0, -20.0, 200.0])
+@pytest.mark.parametrize("cutpoints", [None, (0.0, 1e-6)])
+def test_no_class_has_probability_zero(cutpoints: tuple[float, ...] | None, far: float) -> None:
+    own = Ordinal(num_classes=3, cutpoints=cutpoints)
+    # the distance of 1e-6 is rounded away beside 20 in float32
+    outputs = torch.tensor([[far, -30.0]] if cutpoints is None else [[far]], requires_grad=True)
+    found = own.predict(outputs).log_probs
+    expected = own.predict(outputs.detach().double()).log_probs
+    assert torch.allclose(found.double(), expected, rtol=1e-5)
+    (gradient,) = torch.autograd.grad(found[0, 1], outputs)
+    assert bool(gradient.isfinite().all())
+
+
 def test_a_larger_output_means_a_larger_class() -> None:
     for own in (Ordinal(num_classes=3), Ordinal(num_classes=3, cutpoints=(0.0, 1.0))):
         outputs = torch.zeros(2, own.num_outputs)
