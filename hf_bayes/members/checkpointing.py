@@ -11,11 +11,17 @@ from hf_bayes.members.context import Context
 
 
 class Checkpointing:
-    """The activation checkpointing of a transformers model ``core``, with the context restored for recomputation."""
+    """The activation checkpointing of a transformers model ``core``, with the context restored for recomputation.
+
+    Raises:
+        ValueError: for reentrant checkpointing that is already on, before anything of the model has changed.
+    """
 
     def __init__(self, core: Any, context: Context) -> None:
         self.core, self.context = core, context
         self.states: list[tuple[Any, dict[str, Any]]] = []
+        for module in compat.checkpointing_modules(core):
+            _require_not_reentrant(module)
 
     def install(self) -> None:
         """Save the state that ``remove`` restores, and adapt checkpointing that is already on."""
@@ -50,13 +56,20 @@ class Checkpointing:
             if not getattr(module, compat.CHECKPOINTING):
                 continue
             function = compat.checkpointing_function(module)
-            keywords = getattr(function, "keywords", {})
-            if keywords.get("context_fn") == self.context.replayed:
+            if getattr(function, "keywords", {}).get("context_fn") == self.context.replayed:
                 continue
-            if keywords.get("use_reentrant") is not False:
-                raise ValueError(
-                    "activation checkpointing needs use_reentrant=False (got "
-                    f"{keywords.get('use_reentrant', 'no value')}): the other kind loses the members' gradients. Set "
-                    'activation_checkpointing_kwargs={"use_reentrant": False}'
-                )
+            _require_not_reentrant(module)
             compat.set_checkpointing_function(module, partial(function, context_fn=self.context.replayed))
+
+
+def _require_not_reentrant(module: Any) -> None:
+    """Raise a ValueError if a module has reentrant checkpointing switched on."""
+    if not getattr(module, compat.CHECKPOINTING):
+        return
+    keywords = getattr(compat.checkpointing_function(module), "keywords", {})
+    if keywords.get("use_reentrant") is not False:
+        raise ValueError(
+            "activation checkpointing needs use_reentrant=False (got "
+            f"{keywords.get('use_reentrant', 'no value')}): the other kind loses the members' gradients. Set "
+            'activation_checkpointing_kwargs={"use_reentrant": False}'
+        )

@@ -8,6 +8,7 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from tests.members.reference import core_of, prepared
 from tests.members.subjects import SUBJECTS, labelled
+from tests.models.prepared import unchanged
 from tests.tiny_models import switch_on_checkpointing, tiny_llama, with_lora
 
 
@@ -50,3 +51,11 @@ def count_norms(core: nn.Module) -> dict[str, int]:
 def test_reentrant_checkpointing_is_refused() -> None:
     with attach(with_lora(tiny_llama())) as bayesian, pytest.raises(ValueError, match="use_reentrant=False"):
         switch_on_checkpointing(bayesian, {"use_reentrant": True})
+
+
+def test_a_model_that_checkpoints_reentrantly_is_left_alone() -> None:
+    model = with_lora(tiny_llama())
+    switch_on_checkpointing(core_of(model), {"use_reentrant": True})
+    for _ in range(2):
+        with unchanged(model), pytest.raises(ValueError, match="use_reentrant=False"):
+            attach(model)
