@@ -182,7 +182,7 @@ class LayerHooks:
         handles = []
         for index, layer in enumerate(self.layers):
             handles.append(layer.reader.register_forward_pre_hook(self._input_hook(index), with_kwargs=True))
-            handles.append(layer.module.register_forward_hook(self._output_hook(index)))
+            handles.append(layer.module.register_forward_hook(self._output_hook(index), with_kwargs=True))
         try:
             yield
         finally:
@@ -232,8 +232,8 @@ class LayerHooks:
             self._rows, self._one_row, self._valid, self._num_texts = before
 
     def _input_hook(self, index: int) -> Callable[..., None]:
-        def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else next(iter(kwargs.values()))
+        def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = _input_of(args, kwargs)
             self._seen = [(ref, source) for ref, source in self._seen if ref() is not None]
             self._sources[index] = next((source for ref, source in self._seen if ref() is x), index)
             if self._sources[index] == index:
@@ -244,8 +244,8 @@ class LayerHooks:
     def _output_hook(self, index: int) -> Callable[..., Tensor]:
         apply: Callable[..., Tensor] = _Identity.apply
 
-        def insert_identity(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            x, rows = args[0], 1 if self._one_row else self._num_rows * self._num_texts
+        def insert_identity(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            x, rows = _input_of(args, kwargs), 1 if self._one_row else self._num_rows * self._num_texts
             self._called.add(index)
             if isinstance(module, nn.Embedding) and output.shape[0] == 1 < rows:  # position ids [1, T] for all rows
                 x, output = x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
@@ -306,6 +306,11 @@ class LayerHooks:
             known = self._terms is not None and self._terms.shape == g.shape[:2]
             valid = self._terms if known else g.ne(0).any(-1)  # a sequence classifier reads one position per row
         self._consume(LayerRecord(layer, source, x, g, self._rows, valid, self._first, again, texts))
+
+
+def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the input of a module, which is its first argument, also where it is given by a keyword."""
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 class _Identity(torch.autograd.Function):

@@ -50,6 +50,14 @@ def test_a_module_called_twice_is_summed_or_refused() -> None:
             run(made, structure=structure, num_samples=2)
 
 
+def test_a_module_may_be_called_by_keyword() -> None:
+    expected = run(problem("bert", "head", "classes")).curvature.dense()
+    made = problem("bert", "head", "classes")
+    with made.head.register_forward_pre_hook(lambda _, args, kwargs: ((), {"input": args[0]}), with_kwargs=True):
+        found = run(made).curvature.dense()
+    assert torch.equal(found, expected)
+
+
 OTHERS = {
     "xlnet": (XLNetForSequenceClassification, {"d_model": 8, "n_head": 2, "d_inner": 8}, "ff.layer_1"),  # time first
     "deberta-v2": (DebertaV2ForSequenceClassification, {"hidden_size": 8, "num_attention_heads": 2,
