@@ -75,7 +75,7 @@ class BayesianClassifier(BayesianModel):
         try:
             of_head = partial(self._choose_likelihood, noise_std)
             self.likelihood = of_head() if likelihood is None else self._build_likelihood(likelihood, noise_std)
-        except ValueError:
+        except BaseException:  # a user's likelihood may raise anything, and the model must not stay attached
             self.detach()
             raise
         self.texts_per_row: int = getattr(self.likelihood, "texts_per_row", 1)

@@ -6,17 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, T5ForSequenceClassification
 
 from hf_bayes.core.layout import initial, select
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.uncertainty.custom.base import Moments
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
 from tests import runs
 from tests.members.reference import scattered
 from tests.models.prepared import prepared, unchanged
-from tests.tiny_models import EOS, VOCABULARY, batch, tiny_gpt2, tiny_llama, with_lora
+from tests.tiny_models import EOS, VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
 
 def test_without_theta_all_members_are_the_model_itself() -> None:
@@ -56,6 +58,18 @@ def test_a_refused_attach_leaves_the_model_alone(make: Callable[[], nn.Module], 
     model = make()
     with unchanged(model), pytest.raises(ValueError, match=reason):
         attach(model, subspace=subspace)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, IndexError])
+def test_a_likelihood_that_fails_leaves_the_model_alone(error: type[Exception]) -> None:
+    class Failing(Heteroscedastic):
+        def predict(self, outputs: Tensor) -> Moments:
+            raise error("not written yet")
+
+    model = tiny_bert(num_labels=2)
+    with unchanged(model), pytest.raises(error, match="not written yet"):
+        attach(model, subspace="last_layer", likelihood=Failing())
+    attach(model, subspace="last_layer", likelihood=Heteroscedastic()).detach()
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (0, 5), (5,), (3, 2, 5), "bfloat16"], ids=str)
