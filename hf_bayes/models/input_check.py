@@ -16,8 +16,8 @@ from hf_bayes.members.inputs import padding_mask
 
 _DTYPES = (torch.int64, torch.int32)
 _WANTED = "expected a tensor of integers [rows, tokens]"
-_BATCH = "the batch"
-_CUT = "cut the text, in Python with truncation=True, max_length={longest}, in a command with --max_length {longest}"
+BATCH = "the batch"
+CUT = "cut the text, in Python with truncation=True, max_length={longest}, in a command with --max_length {longest}"
 
 SHORTEN = "shorten the prompt to leave room for new tokens"
 
@@ -42,7 +42,7 @@ class InputCheck:
         self.longest, self.has_table = context_of(core)
         self._warned = False
 
-    def __call__(self, inputs: Mapping[str, Any], *, where: str = _BATCH, first: int = 0, advice: str = _CUT) -> None:
+    def __call__(self, inputs: Mapping[str, Any], *, where: str = BATCH, first: int = 0, advice: str = CUT) -> None:
         """Raise a ValueError for ``input_ids`` and ``attention_mask`` that the model cannot take.
 
         Inputs without ``input_ids`` (images, embeddings) are not checked. The process waits once for the device.
@@ -127,7 +127,7 @@ class InputCheck:
 
 def _name(row: int, num_rows: int, where: str, first: int) -> str:
     """Return words for a row. The only text of a batch needs no number."""
-    return "the text" if num_rows == 1 and where == _BATCH else f"row {first + row} of {where}"
+    return "the text" if num_rows == 1 and where == BATCH else f"row {first + row} of {where}"
 
 
 def require_ids(ids: Any) -> None:

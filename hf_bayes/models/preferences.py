@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models import custom_predictives
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.prediction_mode import predicts
@@ -93,12 +94,9 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
         """
         found = self.given_reference(inputs)
         if found is None:
-            dropout, theta = self.training, self.reference[None].to(self.theta)
-            self.eval()
-            try:
+            theta = self.reference[None].to(self.theta)
+            with evaluating(self):
                 found = self.causal.text_log_probs(theta, *self.texts_of(inputs))[0].view(-1, self.texts_per_row)
-            finally:
-                self.train(dropout)
             self._known = inputs["input_ids"], found
         return found
 

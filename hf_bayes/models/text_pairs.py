@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.models.input_check import InputCheck
+from hf_bayes.models.input_check import BATCH, CUT, InputCheck
 
 
 def holds_groups(inputs: Mapping[str, Any]) -> bool:
@@ -39,10 +39,10 @@ class GroupCheck:
         self._check, self._texts_per_row = check, texts_per_row
         self.check_generation = check.check_generation
 
-    def __call__(self, inputs: Mapping[str, Any], *, where: str = "the batch", first: int = 0) -> None:
+    def __call__(self, inputs: Mapping[str, Any], *, where: str = BATCH, first: int = 0, advice: str = CUT) -> None:
         """Raise a ValueError as ``InputCheck``. Texts of pairs are counted one by one."""
         if not holds_groups(inputs):
-            self._check(inputs, where=where, first=first)
+            self._check(inputs, where=where, first=first, advice=advice)
             return
         size = inputs["input_ids"].shape[1]
         if size != self._texts_per_row:
@@ -50,4 +50,4 @@ class GroupCheck:
                 f"a row of {where} has {size} texts, expected {self._texts_per_row}: input_ids [rows, "
                 f"{self._texts_per_row}, tokens], one after the other in the order of their labels"
             )
-        self._check(flattened(inputs), where=f"the texts of {where}", first=first * size)
+        self._check(flattened(inputs), where=f"the texts of {where}", first=first * size, advice=advice)

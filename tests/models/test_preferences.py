@@ -116,6 +116,26 @@ def test_given_reference_log_probabilities_are_used() -> None:
     assert not torch.allclose(own, moved.loss, atol=1e-3)
 
 
+def test_a_model_of_preferences_generates() -> None:
+    bayesian, prompt = preferring(), {"input_ids": pairs()["input_ids"][:, 0]}
+    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    found = bayesian.generate(**prompt, **how)
+    theta, model = bayesian.theta.detach(), bayesian.detach()
+    with attach(model, theta, subspace="last_block") as plain:
+        expected = plain.generate(**prompt, **how)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.epistemic, expected.epistemic)
+
+
+def test_the_reference_leaves_each_module_in_its_mode() -> None:
+    bayesian, batch = preferring().train(), pairs()
+    frozen = bayesian.core.model.layers[0].eval()
+    bayesian.reference_log_probs(batch)
+    assert bayesian.training
+    assert bayesian.core.model.layers[1].training
+    assert not any(module.training for module in frozen.modules())
+
+
 def test_the_reference_runs_once_for_all_passes_of_a_batch() -> None:
     bayesian, batch = preferring(), pairs()
     first = bayesian.reference_log_probs(batch)
