@@ -84,8 +84,11 @@ class LinearisedPredictor:
         """Return [M, B, ..., C], f(x, mean) + J (theta - mean) of the members that the model holds, draws of theta.
 
         Raises:
-            ValueError: for a model that PyTorch cannot differentiate in forward mode.
+            ValueError: for a model that PyTorch cannot differentiate in forward mode, and for shown members of a
+                mixture, since the mean that belongs to each is unknown.
         """
+        if model.current_members.shown is not None:
+            self.linearisation.refuse_shown()
         means, found = self.linearisation.gaussian_at(model.theta).means, []
 
         def run() -> None:

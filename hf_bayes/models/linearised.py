@@ -93,6 +93,16 @@ class Linearisation:
         self.gaussian = moved_to(theta, self.gaussian)
         return self.gaussian
 
+    def refuse_shown(self) -> None:
+        """Raise if members that the model was not loaded with would be linear around one of several means."""
+        num_components = len(self.gaussian.means)
+        if num_components > 1:
+            raise ValueError(
+                f"the posterior is a mixture of {num_components} Gaussians, and a linearised member belongs to the "
+                "one it was drawn from, which is unknown for shown members: predict by the members that the model was "
+                "loaded with (show(None)), or without linearisation (linearise(None))"
+            )
+
 
 def moved_to(theta: Tensor, gaussian: Gaussian) -> Gaussian:
     """Return the Gaussian on the device and in the dtype of ``theta``; it is moved only if it is elsewhere."""

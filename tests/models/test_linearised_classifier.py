@@ -105,6 +105,18 @@ def test_the_pipeline_gives_what_is_defined(classifier: Path) -> None:
     assert list(classify("a chain")[0]["uncertainty"]) == ["total"]
 
 
+def test_shown_members_of_a_mixture_have_no_linear_outputs(classifier: Path) -> None:
+    bayesian, inputs = load(classifier / "kronecker").linearise(), models.batch()
+    own = bayesian.drawn_outputs(inputs)
+    members = bayesian.theta.detach()[1:]  # the first of these was drawn from the second component
+    with (
+        bayesian.showing(members),
+        pytest.raises(ValueError, match="a mixture of 2 Gaussians, and a linearised member"),
+    ):
+        bayesian.drawn_outputs(inputs)
+    assert torch.equal(bayesian.drawn_outputs(inputs), own)
+
+
 @pytest.mark.parametrize("link", ["laplace", "", "mc"])
 def test_unknown_links_are_refused(link: str, classifier: Path) -> None:
     with pytest.raises(ValueError, match="link must be one of monte_carlo, probit, bridge"):
