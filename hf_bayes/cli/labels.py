@@ -162,8 +162,8 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
             f"the column {column!r} holds mappings, expected a class, a list of classes or a number: name another"
         )
     if given is not None:
-        names = given
-        index: dict[Any, int] = {number: number for number in range(len(names))}
+        names = list(given.values())
+        index: dict[Any, int] = {number: number for number in given}
     else:
         found = _values(train[column] if several else [train.unique(column)])
         if any(isinstance(value, float) for value in found):
@@ -192,11 +192,14 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
     return LabelReader(head, several_of, f"a list out of the {len(names)} labels ({some(names)})", advice)
 
 
-def classes_in(feature: Any) -> tuple[bool, list[str] | None]:
-    """Return whether a column holds lists, and the names of its classes; None for classes without names."""
+def classes_in(feature: Any) -> tuple[bool, dict[int, str] | None]:
+    """Return whether a column holds lists, and the name of each class; None for classes without names.
+
+    A column of ``datasets`` has -1 for an unknown label. It is no key here; in a list it would be the last class.
+    """
     several = isinstance(feature, (List, LargeList))
     inner = feature.feature if several else feature
-    return several, list(inner.names) if isinstance(inner, ClassLabel) else None
+    return several, dict(enumerate(inner.names)) if isinstance(inner, ClassLabel) else None
 
 
 def _values(rows: Iterable[Iterable[Any] | None]) -> set[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,6 +37,15 @@ def test_a_label_that_is_no_class_of_the_model_is_refused(label: str | None) -> 
     message = rf"row 2 .* has the label {label!r}, expected one of the 4 classes of the model \(a, b, d, ...\)"
     with pytest.raises(ValueError, match=message):
         classes_of(rows_of(["a", label], Value("string")), ["a", "b", "d", "None"], what="test.csv")
+
+
+@pytest.mark.parametrize("read", [classes_of, label_vectors_of, tags_of])
+def test_an_unknown_class_label_is_not_the_last_class(read: Callable[..., Any]) -> None:
+    # datasets writes -1 for an unknown label, as in the test splits of GLUE
+    label = ClassLabel(names=["no", "yes"])
+    rows = rows_of([0, -1], label) if read is classes_of else rows_of([[0], [1, -1]], List(label))
+    with pytest.raises(ValueError, match=r"row 2 .* of test.parquet has the label .*-1"):
+        read(rows, ["no", "yes"], what="test.parquet")
 
 
 def test_a_list_of_labels_becomes_a_vector() -> None:
