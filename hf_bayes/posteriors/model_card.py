@@ -138,7 +138,7 @@ def _environment() -> jinja2.Environment:
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, **fields: Unpack[CardFields]) -> None:
-    """Replace the card of a saved posterior by a new one with an author's fields.
+    """Replace the card of a saved posterior by a new one with an author's fields. The next save renews it.
 
     Files beside the card, ``CUSTOM_GENERATE``, ``PICTURE`` and ``EVALUATION``, have their sections in it. An evaluation
     of another posterior is left out with a warning: a run into the same directory replaces the posterior only.
@@ -147,7 +147,7 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
         OSError, ValueError: if there is no posterior, or as ``card_fields``.
     """
     root = Path(directory)
-    config = storage.read_file(root, CONFIG)
+    config = storage.read_directory(root, format=storage.POSTERIOR, only=lambda name: name == CONFIG)[CONFIG]
     card = render_card(
         config,
         adapter=(root / ADAPTER_CONFIG).exists(),
@@ -157,8 +157,7 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
         evaluation=_evaluation_of(root),
         **fields,
     )
-    (root / f"{CARD}.new").write_text(card, encoding="utf-8")
-    (root / f"{CARD}.new").replace(root / CARD)
+    storage.replace_text(root, CARD, card, format=storage.POSTERIOR)
 
 
 def _evaluation_of(root: Path) -> Mapping[str, Any] | None:

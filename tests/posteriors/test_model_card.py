@@ -163,6 +163,16 @@ def test_the_files_beside_a_card_have_their_sections(tmp_path: Path) -> None:
     assert card.data.license == "mit"
 
 
+def test_a_card_written_anew_is_of_the_next_posterior(tmp_path: Path) -> None:
+    draws(2, seed=1, metrics={"nll": 0.25}).save_pretrained(tmp_path)
+    write_card(tmp_path, license="mit")
+    draws(2, seed=2, metrics={"nll": 0.75}).save_pretrained(tmp_path, license="mit")
+    assert [result.metric_value for result in ModelCard.load(tmp_path / "README.md").data.eval_results] == [0.75]
+    (tmp_path / "README.md").write_text("by hand")
+    with pytest.warns(UserWarning, match="was edited and is kept"):
+        draws(2, seed=3).save_pretrained(tmp_path)
+
+
 def test_a_run_into_the_same_folder_keeps_no_old_figures(tmp_path: Path) -> None:
     evaluation = {"posterior": draws(3, seed=1).fingerprint, "ece": 0.02}
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))

@@ -30,7 +30,7 @@ from hf_bayes.posteriors.storage.ownership import check_folder, check_writable
 from hf_bayes.posteriors.storage.read import listed_files, read_directory, read_file
 from hf_bayes.posteriors.storage.recovery import recover
 from hf_bayes.posteriors.storage.seal import check_seal, seal, unseal
-from hf_bayes.posteriors.storage.write import write_directory, write_plain
+from hf_bayes.posteriors.storage.write import replace_text, write_directory, write_plain
 
 __all__ = [
     "MANIFEST",
@@ -45,6 +45,7 @@ __all__ = [
     "read_directory",
     "read_file",
     "recover",
+    "replace_text",
     "seal",
     "unseal",
     "write_directory",

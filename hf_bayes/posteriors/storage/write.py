@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,20 +53,42 @@ def write_directory(
     root, group = Path(directory), group or Alone()
     for name in files:
         check_name(name)
-    save = _Save(root, format)
-    try:
+    with _saving(root, format) as save:
         staging = together(group, lambda: save.begin(files) if group.rank == 0 else "")[0]
         written = together(group, lambda: _write_files(root, staging, files, kept=save.kept))
         together(group, lambda: save.commit(staging, written) if group.rank == 0 else None)
+    if save.kept:
+        warnings.warn(
+            f"{some(save.kept)} in {root} was edited and is kept: delete it to have it written at the next save"
+        )
+
+
+def replace_text(directory: str | os.PathLike[str], name: str, text: str, *, format: str) -> None:
+    """Replace one text of a saved directory, edited or not, in one step. Later saves do not count it as edited.
+
+    Raises:
+        ValueError, OSError: as ``write_directory``, and if nothing is saved in the directory.
+    """
+    root, files = Path(directory), {name: text}
+    check_name(name)
+    with _saving(root, format) as save:
+        staging = save.begin(files)
+        if save.old is None:
+            raise FileNotFoundError(f"{root} holds no {MANIFEST} that can be read: {name} has no place in it")
+        save.commit(staging, [_write_files(root, staging, files, kept=[])], unchanged=save.old)
+
+
+@contextlib.contextmanager
+def _saving(root: Path, format: str) -> Iterator[_Save]:
+    """Yield a save, which is undone or completed if the block fails."""
+    save = _Save(root, format)
+    try:
+        yield save
     except BaseException:
         save.abandon()
         raise
     finally:
         save.close()
-    if save.kept:
-        warnings.warn(
-            f"{some(save.kept)} in {root} was edited and is kept: delete it to have it written at the next save"
-        )
 
 
 class _Save:
@@ -95,11 +117,19 @@ class _Save:
             (self.root / staging).mkdir()
         return staging
 
-    def commit(self, staging: str, written: list[_Written]) -> None:
-        """Finish step 1 and do steps 2 and 3 of the protocol, after all processes have written their files."""
+    def commit(self, staging: str, written: list[_Written], *, unchanged: Manifest | None = None) -> None:
+        """Finish step 1 and do steps 2 and 3 of the protocol, after all processes have written their files.
+
+        Args:
+            unchanged: the manifest whose other files stay as they are; None removes them.
+        """
         committed = False
         entries = {name: entry for part in written for name, entry in part.entries.items()}
         texts = {name: digest for part in written for name, digest in part.texts.items()}
+        total = sum(entry["size"] for entry in entries.values())
+        if unchanged is not None:
+            entries = {**{name: entry._asdict() for name, entry in unchanged.files.items()}, **entries}
+            texts = {**unchanged.texts, **texts}
         try:
             pending = self._seal(self.root / staging, entries, texts)
             disk.fsync(self.root)
@@ -109,7 +139,6 @@ class _Save:
             install(self.root, pending)
         except OSError as error:
             self.abandon()
-            total = sum(entry["size"] for entry in entries.values())
             raise disk.explained(error, self.root, total, committed=committed) from error
 
     def _seal(self, staging: Path, entries: dict[str, Any], texts: dict[str, str]) -> Path:

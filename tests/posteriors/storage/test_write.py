@@ -54,6 +54,20 @@ def test_200_killed_writers_leave_the_old_or_the_new_posterior(tmp_path: Path, i
     check_kills(result, 200)
 
 
+def test_a_replaced_text_is_renewed_by_the_next_save(tmp_path: Path) -> None:
+    write_directory(tmp_path, {**OLD, "README.md": "first"}, format=FORMAT)
+    (tmp_path / "README.md").write_text("by hand")
+    storage.replace_text(tmp_path, "README.md", "second", format=FORMAT)
+    assert (tmp_path / "README.md").read_text() == "second"
+    assert content(tmp_path) == comparable(OLD)
+    write_directory(tmp_path, NEW, format=FORMAT)
+    assert (tmp_path / "README.md").read_text() == NEW["README.md"]
+    assert content(tmp_path) == comparable(NEW)
+    with pytest.raises(FileNotFoundError, match=r"holds no manifest\.json that can be read: README\.md has no place"):
+        storage.replace_text(tmp_path / "new", "README.md", "third", format=FORMAT)
+    assert not (tmp_path / "new").exists()
+
+
 # -- F2: full disk -------------------------------------------------------------------------------------------------
 
 
