@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.pipelines.picture import to_picture
-from hf_bayes.posteriors.benchmark_results import Benchmark, write_benchmark_result
-from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, read_evaluation
+from hf_bayes.posteriors.benchmark_results import Benchmark, benchmark_result
+from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, read_evaluation, stamp
 from hf_bayes.posteriors.model_card import known_fields, write_card
 from hf_bayes.posteriors.posterior import Posterior
 
@@ -45,12 +48,23 @@ def rewrite_card(
         raise ValueError("--benchmark names the benchmark of --results: give results.json of hf-bayes evaluate, too")
     if results is None and (root / EVALUATION).exists():
         read_evaluation(root / EVALUATION, posterior.fingerprint)  # an earlier export's: it has its table in the card
+    fields, files = known_fields(root), dict[str, bytes]()
     if results is not None:
         found = read_evaluation(Path(results), posterior.fingerprint)
+        files[EVALUATION] = f"{json.dumps(found, indent=2)}\n".encode()
         if ranked is not None:
-            write_benchmark_result(root, ranked, found)
-        (root / EVALUATION).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            files[ranked.file] = benchmark_result(ranked, found).encode()
     if text is not None:
         score = PosteriorArguments(posterior=directory, base_model=base_model).text_pipeline("export --text").score
-        to_picture(score(text)).savefig(root / PICTURE)
-    write_card(root, repo_id=repo_id, **known_fields(root))
+        files[PICTURE] = _png(to_picture(score(text)), stamp(posterior.fingerprint))
+    for name, data in files.items():  # after everything that can refuse: a refused export changes no file
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(data)
+    write_card(root, repo_id=repo_id, **fields)
+
+
+def _png(figure: Figure, comment: str) -> bytes:
+    """Return the PNG file of a figure, with a comment in its metadata."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Comment": comment})
+    return file.getvalue()

@@ -2,21 +2,21 @@
 
 The Hub shows the figure on the model's page and in the leaderboard of the benchmark, which is a data set that the Hub
 lists as one. The format has one value for each benchmark and task, so calibration stands in its notes; the model card
-has all figures (``card_results``). Like the card, the file is not part of the verified posterior.
+has all figures (``card_results``). Like the card, the file is not part of the verified posterior. The Hub's format has
+no place for the fingerprint of the posterior, which is a comment.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
 from hf_bayes.core.number_checks import is_number
-from hf_bayes.posteriors.card_results import NAMES
+from hf_bayes.posteriors.card_results import NAMES, POSTERIOR, stamp
 from hf_bayes.posteriors.compat import is_repo_id
 
 FOLDER = ".eval_results"
@@ -48,17 +48,16 @@ class Benchmark(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The name of the file of its result."""
-        return f"{self.dataset}-{self.task}.yaml".replace("/", "-")
+        """The name of the file of its result, in the repository."""
+        return f"{FOLDER}/{f'{self.dataset}-{self.task}'.replace('/', '-')}.yaml"
 
 
-def write_benchmark_result(directory: Path, benchmark: Benchmark, evaluation: Mapping[str, Any]) -> Path:
-    """Write the result of an evaluation on a benchmark into a posterior directory, and return the file.
+def benchmark_result(benchmark: Benchmark, evaluation: Mapping[str, Any]) -> str:
+    """Return the content of the file of an evaluation on a benchmark.
 
     Args:
-        directory: of the posterior.
         benchmark: the benchmark whose rows the evaluation has read; this is not checked.
-        evaluation: the results of ``hf-bayes evaluate``.
+        evaluation: the results of ``hf-bayes evaluate``, as ``card_results.read_evaluation`` returns them.
     Raises:
         ValueError: if the evaluation lacks the metric.
     """
@@ -72,7 +71,5 @@ def write_benchmark_result(directory: Path, benchmark: Benchmark, evaluation: Ma
         dataset_id=benchmark.dataset, task_id=benchmark.task, value=value,
         notes=", ".join([f"{benchmark.metric} of hf_bayes", *members, *noted]),
     )  # fmt: skip
-    file = directory / FOLDER / benchmark.file
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False), encoding="utf-8")
-    return file
+    content = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
+    return f"# {stamp(evaluation[POSTERIOR])}\n{content}"

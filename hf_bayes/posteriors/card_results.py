@@ -1,6 +1,8 @@
 """The figures of a model card in the Hub's format (model-index): of the run's held-out data, and of an evaluation.
 
-``EVALUATION`` is the file of ``hf-bayes evaluate``. Like the card itself it is not part of the verified posterior.
+``EVALUATION`` is the file of ``hf-bayes evaluate``. Like the card itself it is not part of the verified posterior. A
+run into the same directory replaces the posterior only, so every file beside the card holds the fingerprint of its
+posterior.
 """
 
 from __future__ import annotations
@@ -92,6 +94,29 @@ def read_evaluation(file: Path, fingerprint: str) -> dict[str, Any]:
             f"{fingerprint[:12]!r}): run hf-bayes evaluate again, with this one"
         )
     return evaluation
+
+
+def stamp(fingerprint: str) -> str:
+    """Return the text in a file beside the card that says which posterior the file is of."""
+    return f"posterior {fingerprint}"
+
+
+def read_beside(file: Path, fingerprint: str) -> Any:
+    """Return the content of a file beside the card, if it is of the posterior with this fingerprint.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if its stamp is missing or another posterior's, and as ``read_evaluation``.
+    """
+    if file.name == EVALUATION:
+        return read_evaluation(file, fingerprint)
+    content = file.read_bytes()
+    if stamp(fingerprint).encode() not in content:
+        raise ValueError(
+            f"{file} is of another posterior, or does not say which: it does not hold {stamp(fingerprint)!r}. Write it "
+            "anew by hf-bayes export --card, or delete it"
+        )
+    return content
 
 
 def evaluation_rows(evaluation: Mapping[str, Any] | None) -> list[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.posteriors import sidecars, storage
 from hf_bayes.posteriors.benchmark_results import FOLDER as BENCHMARKS
-from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, read_evaluation
+from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, read_beside
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import GAUSSIAN, TRACE, fingerprint_of
@@ -29,8 +29,12 @@ _TOKEN = re.compile(rb"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
 FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
 """Patterns of the files of a posterior."""
 # An upload deletes the files of an earlier push that match these and are not uploaded again. A member left there would
-# make the posterior unreadable. A chat template left there would be used with the new posterior.
-_REPLACED = ["members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, STUDENT, *sidecars.NAMES]
+# make the posterior unreadable. A chat template left there would be used with the new posterior, and figures left there
+# would be shown beside it.
+_REPLACED = [
+    "members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, STUDENT, EVALUATION, PICTURE, f"{BENCHMARKS}/*",
+    *sidecars.NAMES,
+]  # fmt: skip
 
 
 def fetch(
@@ -84,16 +88,15 @@ def push_directory(
     Returns:
         The commit, a text with its address.
     Raises:
-        ValueError, OSError: if the posterior is damaged, a text in it looks like an access token, or the evaluation is
-            of another posterior.
+        ValueError, OSError: if the posterior is damaged, a text in it looks like an access token, or the picture, the
+            evaluation or a result is of another posterior.
     """
     root = Path(directory)
     storage.recover(root)
     contents = storage.read_directory(root, format=storage.POSTERIOR, raw=sidecars.is_sidecar)
     beside = [name for name in (CARD, PICTURE, EVALUATION) if (root / name).exists()]
     beside += [f"{BENCHMARKS}/{file.name}" for file in sorted((root / BENCHMARKS).glob("*.yaml"))]
-    if EVALUATION in beside:
-        read_evaluation(root / EVALUATION, fingerprint_of(contents))
+    _check_beside(root, beside, contents)
     names = [*contents, storage.MANIFEST, *beside]
     for name in names:
         if not name.endswith(".safetensors") and _TOKEN.search((root / name).read_bytes()):
@@ -122,6 +125,21 @@ def push_directory(
         revision=revision,
         commit_message=commit_message or "Upload posterior",
     )
+
+
+def _check_beside(root: Path, names: Sequence[str], contents: Mapping[str, Any]) -> None:
+    """Check that the files beside the card are of the posterior. A run into the directory replaces the posterior only.
+
+    Args:
+        names: the card, and the files beside it.
+        contents: the content of the posterior's files.
+    Raises:
+        ValueError: naming a file of another posterior.
+    """
+    others = [name for name in names if name != CARD]
+    fingerprint = fingerprint_of(contents) if others else ""
+    for name in others:
+        read_beside(root / name, fingerprint)
 
 
 def is_place(value: Any) -> TypeGuard[str | os.PathLike[str]]:

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from hf_bayes.core.number_checks import is_number
 from hf_bayes.posteriors import storage
-from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, eval_results, evaluation_rows, read_evaluation
+from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, eval_results, evaluation_rows, read_beside
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import fingerprint_of
@@ -140,37 +140,41 @@ def _environment() -> jinja2.Environment:
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, **fields: Unpack[CardFields]) -> None:
     """Replace the card of a saved posterior by a new one with an author's fields. The next save renews it.
 
-    Files beside the card, ``CUSTOM_GENERATE``, ``PICTURE`` and ``EVALUATION``, have their sections in it. An evaluation
-    of another posterior is left out with a warning: a run into the same directory replaces the posterior only.
+    Files beside the card, ``CUSTOM_GENERATE``, ``PICTURE`` and ``EVALUATION``, have their sections in it. A picture or
+    an evaluation of another posterior is left out with a warning: a run into the same directory replaces the posterior
+    only.
 
     Raises:
         OSError, ValueError: if there is no posterior, or as ``card_fields``.
     """
     root = Path(directory)
     config = storage.read_directory(root, format=storage.POSTERIOR, only=lambda name: name == CONFIG)[CONFIG]
+    beside = _beside(root)
     card = render_card(
         config,
         adapter=(root / ADAPTER_CONFIG).exists(),
         repo_id=repo_id,
         custom_generate=(root / CUSTOM_GENERATE).exists(),
-        picture=(root / PICTURE).exists(),
-        evaluation=_evaluation_of(root),
+        picture=PICTURE in beside,
+        evaluation=beside.get(EVALUATION),
         **fields,
     )
     storage.replace_text(root, CARD, card, format=storage.POSTERIOR)
 
 
-def _evaluation_of(root: Path) -> Mapping[str, Any] | None:
-    """Return the content of ``EVALUATION`` if it is of the posterior in the directory."""
-    file = root / EVALUATION
-    if not file.exists():
-        return None
-    contents = storage.read_directory(root, format=storage.POSTERIOR, raw=is_sidecar)
-    try:
-        return read_evaluation(file, fingerprint_of(contents))
-    except ValueError as error:
-        warnings.warn(f"{error}. The card is written without these figures")
-        return None
+def _beside(root: Path) -> dict[str, Any]:
+    """Return the content of ``EVALUATION`` and of ``PICTURE``, for each that is of the posterior in the directory."""
+    found: dict[str, Any] = {}
+    names = [name for name in (EVALUATION, PICTURE) if (root / name).exists()]
+    if not names:
+        return found
+    fingerprint = fingerprint_of(storage.read_directory(root, format=storage.POSTERIOR, raw=is_sidecar))
+    for name in names:
+        try:
+            found[name] = read_beside(root / name, fingerprint)
+        except ValueError as error:
+            warnings.warn(f"{error}. The card is written without it")
+    return found
 
 
 def known_fields(directory: str | os.PathLike[str]) -> CardFields:

@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_bayes.cli.card import rewrite_card
+from hf_bayes.posteriors.card_results import read_beside
 from hf_bayes.posteriors.model_card import write_card
 from hf_bayes.posteriors.posterior import Posterior
 from tests.cli.commands.conftest import posterior  # noqa: F401
@@ -32,6 +33,18 @@ def test_a_card_gets_results_and_a_heat_map(directory: str, tmp_path: Path) -> N
     assert {result.metric_value for result in card.data.eval_results} >= {2.5, 0.75}
     assert "](heat_map.png)" in card.text
     assert (Path(directory) / "heat_map.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("heat_map.png", "evaluation.json", ".eval_results/user-set-default.yaml"):
+        read_beside(Path(directory) / name, own)
+
+
+def test_a_refused_text_leaves_the_card_and_its_files(directory: str, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({"posterior": Posterior.from_pretrained(directory).fingerprint, "nll": 2.5}))
+    before = {path: path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()}
+    with pytest.raises(OSError, match="nowhere"):
+        rewrite_card(directory, results=str(results), benchmark="user/set:default:nll", text="A text of some words.",
+                     base_model=str(tmp_path / "nowhere"))  # fmt: skip
+    assert {path: path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()} == before
 
 
 def test_what_is_no_result_and_no_directory_is_refused(directory: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.posteriors.card_results import Row, eval_results, evaluation_rows, read_evaluation
+from hf_bayes.posteriors.card_results import Row, eval_results, evaluation_rows, read_beside, read_evaluation, stamp
 
 EVALUATION = {
     "kind": "classes",
@@ -71,3 +71,15 @@ def test_only_figures_of_the_same_posterior_are_read(tmp_path: Path, content: di
         read_evaluation(file, "abc")
     file.write_text(json.dumps(EVALUATION | {"posterior": "abc"}))
     assert read_evaluation(file, "abc")["nll"] == 0.5
+
+
+def test_a_file_beside_the_card_names_its_posterior(tmp_path: Path) -> None:
+    file = tmp_path / "heat_map.png"
+    file.write_bytes(b"\x89PNG " + stamp("abc").encode())
+    assert read_beside(file, "abc").startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"heat_map\.png is of another posterior, or .* not hold 'posterior abd'"):
+        read_beside(file, "abd")
+    evaluation = tmp_path / "evaluation.json"
+    evaluation.write_text(json.dumps(EVALUATION | {"posterior": "abc", "notes": stamp("abd")}))
+    with pytest.raises(ValueError, match="figures of another posterior"):
+        read_beside(evaluation, "abd")

@@ -13,7 +13,8 @@ from huggingface_hub.utils import filter_repo_objects
 import hf_bayes
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors import hub
-from hf_bayes.posteriors.benchmark_results import Benchmark, write_benchmark_result
+from hf_bayes.posteriors.benchmark_results import Benchmark, benchmark_result
+from hf_bayes.posteriors.card_results import stamp
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
 from tests.faults.posteriors import config, draws, equal, gaussian
@@ -155,12 +156,29 @@ def test_edited_card_is_pushed_and_still_loads(pushed: dict[str, Any], tmp_path:
 
 
 def test_results_on_benchmarks_are_pushed(pushed: dict[str, Any], tmp_path: Path) -> None:
-    draws(2).save_pretrained(tmp_path)
-    file = write_benchmark_result(tmp_path, Benchmark.parse("user/set:default:accuracy"), {"accuracy": 0.75})
-    (file.parent / "notes.txt").write_text("not for the Hub")
+    draws(2, seed=1).save_pretrained(tmp_path)
+    evaluation = {"posterior": draws(2, seed=1).fingerprint, "accuracy": 0.75}
+    benchmark = Benchmark.parse("user/set:default:accuracy")
+    (tmp_path / ".eval_results").mkdir()
+    (tmp_path / benchmark.file).write_text(benchmark_result(benchmark, evaluation))
+    (tmp_path / ".eval_results/notes.txt").write_text("not for the Hub")
     hub.push_directory(tmp_path, "user/x")
     found = {name for name in pushed["files"] if name.startswith(".eval_results")}
     assert found == {".eval_results/user-set-default.yaml"}
+
+
+@pytest.mark.parametrize("name", ["heat_map.png", ".eval_results/user-set-default.yaml"])
+def test_a_file_beside_a_card_of_other_weights_is_not_pushed(pushed: dict[str, Any], tmp_path: Path, name: str) -> None:
+    draws(2, seed=1).save_pretrained(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"# {stamp(draws(2, seed=1).fingerprint)}")
+    hub.push_directory(tmp_path, "user/x")
+    assert name in pushed["files"]
+    pushed.clear()
+    draws(2, seed=2).save_pretrained(tmp_path)  # a run into the same folder
+    with pytest.raises(ValueError, match=rf"{name} is of another posterior, or does not say which"):
+        hub.push_directory(tmp_path, "user/x")
+    assert not pushed
 
 
 def test_an_evaluation_of_other_weights_is_not_pushed(pushed: dict[str, Any], tmp_path: Path) -> None:

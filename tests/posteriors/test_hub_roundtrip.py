@@ -85,7 +85,9 @@ def test_a_later_push_removes_what_it_no_longer_has(server: Hub) -> None:
     )
     replace(draws(3), sidecars=chat).push_to_hub("user/posterior")
     assert "additional_chat_templates/b.jinja" in server.files("user/posterior")
-    server.commit("user/posterior", "main", {"notes.txt": b"mine", "vocab.txt": b"old"}, [])
+    figures = ("heat_map.png", "evaluation.json", ".eval_results/user-set-default.yaml")  # of the first posterior
+    old = {"vocab.txt": b"old", **dict.fromkeys(figures, b"")}
+    server.commit("user/posterior", "main", {"notes.txt": b"mine", **old}, [])
     replace(draws(2), sidecars=plain).push_to_hub("user/posterior")
     expected = {*plain.files, "README.md", "manifest.json", "posterior_config.json", "notes.txt"}
     found = server.files("user/posterior")

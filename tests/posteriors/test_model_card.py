@@ -14,6 +14,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 import hf_bayes
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.metrics.calibration import Calibration
+from hf_bayes.posteriors.card_results import stamp
 from hf_bayes.posteriors.model_card import card_fields, known_fields, render_card, write_card
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
@@ -146,7 +147,7 @@ def test_the_files_beside_a_card_have_their_sections(tmp_path: Path) -> None:
     draws(3, task="causal_lm").save_pretrained(tmp_path, license="mit", tags=["own"], language="en")
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate/generate.py").touch()
-    (tmp_path / "heat_map.png").touch()
+    (tmp_path / "heat_map.png").write_text(stamp(draws(3).fingerprint))
     evaluation = {"posterior": draws(3).fingerprint, "ece": 0.02, "auroc": {"code": {"epistemic": 0.9}}}
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     fields = known_fields(tmp_path)
@@ -177,10 +178,15 @@ def test_a_run_into_the_same_folder_keeps_no_old_figures(tmp_path: Path) -> None
     evaluation = {"posterior": draws(3, seed=1).fingerprint, "ece": 0.02}
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     draws(3, seed=2, metrics={}).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="has the figures of another posterior .* card is written without these fig"):
+    (tmp_path / "heat_map.png").write_text(stamp(draws(3, seed=1).fingerprint))
+    with pytest.warns(UserWarning, match="The card is written without it") as warned:
         write_card(tmp_path)
+    words = "\n".join(str(each.message) for each in warned)
+    assert re.search(r"evaluation.json has the figures of another posterior", words)
+    assert re.search(r"heat_map.png is of another posterior", words)
     card = ModelCard.load(tmp_path / "README.md")
     assert "0.02" not in card.text
+    assert "heat_map.png" not in card.text
     assert not card.data.eval_results
 
 
