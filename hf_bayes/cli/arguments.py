@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_splits
+from hf_bayes.cli.padding import give_padding
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.row_places import Splits
 from hf_bayes.core.config import MethodConfig
@@ -66,8 +67,7 @@ class ModelArguments:
         self._check()
         with loading("the tokenizer", self.model_name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(self.model_name_or_path, **self._repository)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        give_padding(tokenizer)
         return tokenizer
 
     def load_model(self, auto_class: Any, **fields: Any) -> Loaded:

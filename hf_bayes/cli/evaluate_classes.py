@@ -12,7 +12,6 @@ from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
 from hf_bayes.cli.evaluation import Case, Target
 from hf_bayes.cli.model_labels import classes_of
 from hf_bayes.metrics.figures import CLASSES
-from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.uncertainty.likelihoods import IGNORE
 
@@ -44,7 +43,6 @@ def unscored_classes(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
 
 CLASS_CASE = Case(
     arguments=TextArguments,
-    model_class=BayesianModelForSequenceClassification,
     figures=CLASSES,
     read=class_sets,
     collate=collate_texts,

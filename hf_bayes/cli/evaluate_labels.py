@@ -13,7 +13,6 @@ from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
 from hf_bayes.cli.evaluation import Case, Target, nll_of
 from hf_bayes.cli.model_labels import label_vectors_of
 from hf_bayes.metrics.figures import SEVERAL_LABELS
-from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.predictors import Predictive
 
 
@@ -63,7 +62,6 @@ def unscored_labels(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
 
 LABEL_CASE = Case(
     arguments=TextArguments,
-    model_class=BayesianModelForSequenceClassification,
     figures=SEVERAL_LABELS,
     read=label_sets,
     collate=collate_texts,

@@ -14,7 +14,6 @@ from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
 from hf_bayes.cli.evaluation import TEST, Case, Target, nll_of
 from hf_bayes.cli.model_labels import numbers_of
 from hf_bayes.metrics.figures import NUMBERS, OWN_NUMBERS
-from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.predictives import GaussianNumbers, MemberNumbers
 from hf_bayes.models.predictors import Predictive
 
@@ -81,7 +80,6 @@ def scored_own_numbers(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
 
 NUMBER_CASE = Case(
     arguments=TextArguments,
-    model_class=BayesianModelForSequenceClassification,
     figures=NUMBERS,
     read=number_sets,
     collate=collate_texts,

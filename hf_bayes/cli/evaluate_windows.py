@@ -15,7 +15,6 @@ from hf_bayes.cli.evaluation import Case, Collate, Target
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.token_windows import token_windows, window_length
 from hf_bayes.metrics.figures import NEXT_TOKENS
-from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 
 
 @dataclass
@@ -72,7 +71,6 @@ def collate_windows(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Datas
 
 WINDOW_CASE = Case(
     arguments=WindowArguments,
-    model_class=BayesianModelForCausalLM,
     figures=NEXT_TOKENS,
     read=window_sets,
     collate=collate_windows,

@@ -17,7 +17,6 @@ from hf_bayes.cli.padding import longest_row
 from hf_bayes.cli.row_places import place_of
 from hf_bayes.metrics.figures import TAGS
 from hf_bayes.models.predictors import Predictive
-from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.posteriors.storage.json_types import is_texts
 from hf_bayes.uncertainty.likelihoods import IGNORE
 
@@ -109,7 +108,6 @@ def scored_tags(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
 
 WORD_CASE = Case(
     arguments=TextArguments,
-    model_class=BayesianModelForTokenClassification,
     figures=TAGS,
     read=word_sets,
     collate=collate_words,

@@ -45,7 +45,6 @@ class Case:
 
     Attributes:
         arguments: the dataclass of the arguments that only some tasks have.
-        model_class: the class that loads the posterior.
         figures: the figures of the labels.
         read: a function of the files by name, the tokenizer, the model and the arguments. It returns encoded rows of
             each set. Rows without labels have placeholders at the terms of their labels.
@@ -55,7 +54,6 @@ class Case:
     """
 
     arguments: type[Any]
-    model_class: type[BayesianModel]
     figures: Figures
     read: Callable[[Mapping[str, str], PreTrainedTokenizerBase, Target, Any], dict[str, Dataset]]
     collate: Callable[[PreTrainedTokenizerBase, Mapping[str, Dataset], Any], Collate]

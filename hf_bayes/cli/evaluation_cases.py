@@ -16,6 +16,8 @@ from hf_bayes.cli.evaluate_numbers import NUMBER_CASE, OWN_NUMBER_CASE
 from hf_bayes.cli.evaluate_windows import WINDOW_CASE
 from hf_bayes.cli.evaluate_words import WORD_CASE
 from hf_bayes.cli.evaluation import Case
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.base_model import describe_head
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.base import CustomLikelihood
@@ -30,6 +32,12 @@ CASES: dict[tuple[str, str | None], Case] = {
     ("token_classification", None): WORD_CASE,
 }
 """The task of a posterior, and the problem that its head solves if the task has several -> its evaluation."""
+
+
+def described(config: PosteriorConfig, model: BayesianModel) -> PosteriorConfig:
+    """Return the config of a posterior with the head of its loaded model, which adapters trained elsewhere lack."""
+    head = describe_head(model.core, getattr(model, "noise_std", None))
+    return dataclasses.replace(config, head={**config.head, **head})
 
 
 def case_of(config: PosteriorConfig, what: str) -> Case:

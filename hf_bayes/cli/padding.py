@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
@@ -13,6 +13,18 @@ Padding = Literal["data", "batch"]
 
 MAX_RATIO = 4.0
 """The ratio of the padded length to the mean length of rows, above which padding to one length costs too much."""
+
+
+def give_padding(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> None:
+    """Give a tokenizer without a padding token the token of a model's config, or else its end-of-sequence token.
+
+    A config without the token gets it, too: decoders classify by the last token that is not padding.
+    """
+    padding = getattr(config, "pad_token_id", None)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token if padding is None else tokenizer.convert_ids_to_tokens(padding)
+    if config is not None and padding is None:
+        config.pad_token_id = tokenizer.pad_token_id
 
 
 def padding_collator(

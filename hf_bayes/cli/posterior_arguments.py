@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import PartialState
 
 from hf_bayes.cli.data import texts_in
+from hf_bayes.cli.padding import give_padding
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.pipelines.factory import pipeline
@@ -56,6 +57,7 @@ class PosteriorArguments:
                 f"{task}: use hf-bayes evaluate, or hf_bayes.pipeline in Python"
             )
         tokenizer = load_tokenizer(self.posterior, posterior=posterior, base_model=self.base_model)
+        give_padding(tokenizer)  # batches of texts of several lengths
         model = BayesianModelForCausalLM.from_pretrained(posterior, **self.loading)
         model.to(PartialState().device)  # the device that training would use
         return pipeline(model=model, tokenizer=tokenizer)

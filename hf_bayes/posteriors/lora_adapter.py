@@ -15,6 +15,7 @@ from hf_bayes.posteriors import hub, lora_config, storage
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.lora_keys import parameter_name
+from hf_bayes.posteriors.sidecars import NAMES, Sidecars, sidecars_in
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.tasks import PEFT_TASK_TYPES
 
@@ -29,6 +30,7 @@ class Adapter:
         tensors: by parameter name, in float32 (float64 where stored so).
         stored: the dtype of each key of the file.
         fingerprint: the fingerprint of the base model, if the adapter belongs to a posterior.
+        sidecars: the tokenizer and other files beside it.
     """
 
     source: str
@@ -36,6 +38,7 @@ class Adapter:
     tensors: dict[str, Tensor]
     stored: dict[str, torch.dtype]
     fingerprint: dict[str, str | None] | None
+    sidecars: Sidecars
 
     @classmethod
     def read(cls, source: str | os.PathLike[str]) -> Adapter:
@@ -44,7 +47,7 @@ class Adapter:
         Raises:
             OSError, ValueError: if there is no adapter, or it is not a LoRA in safetensors.
         """
-        directory = hub.fetch(source, patterns=(ADAPTER_CONFIG, ADAPTER))
+        directory = hub.fetch(source, patterns=(ADAPTER_CONFIG, ADAPTER, *NAMES))
         for name in (ADAPTER_CONFIG, ADAPTER):
             if not (directory / name).is_file():
                 raise ValueError(
@@ -60,7 +63,8 @@ class Adapter:
             for key, tensor in sorted(stored.items())
         }
         dtypes = {key: tensor.dtype for key, tensor in stored.items()}
-        return cls(str(source), config, tensors, dtypes, _fingerprint_near(directory))
+        sidecars = Sidecars({name: (directory / name).read_bytes() for name in sidecars_in(directory)})
+        return cls(str(source), config, tensors, dtypes, _fingerprint_near(directory), sidecars)
 
     def task(self) -> str:
         """Return the task as a posterior names it.

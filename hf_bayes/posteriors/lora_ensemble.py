@@ -15,6 +15,7 @@ from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.directory import Parts
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.lora_adapter import Adapter
+from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.posteriors.storage.listing import shown
 
 # Fields of adapter_config.json in which the adapters of one ensemble may differ: the forward pass of a loaded adapter
@@ -50,7 +51,9 @@ def ensemble_of(
     theta = torch.stack([layout.flatten(adapter.tensors) for adapter in adapters])
     config = _config(first, layout, len(adapters), base_fingerprint=base_fingerprint, task=task or first.task())
     adapter_config = lora_config.from_tensors(first.config, layout.named_shapes, where=first.source)
-    return Parts(Draws(theta, torch.arange(len(adapters))), config, adapter_config)
+    # tokenizers that differ: which one a prediction should use is not known, the base model has one
+    sidecars = first.sidecars if all(other.sidecars == first.sidecars for other in adapters) else Sidecars()
+    return Parts(Draws(theta, torch.arange(len(adapters))), config, adapter_config, sidecars=sidecars)
 
 
 def _config(

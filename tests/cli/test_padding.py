@@ -7,7 +7,8 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from hf_bayes.cli.padding import padding_collator
+from hf_bayes.cli.padding import give_padding, padding_collator
+from tests.tiny_models import tiny_gpt2, tiny_tokenizer
 
 
 def rows_of(*lengths: int) -> Dataset:
@@ -21,6 +22,15 @@ def test_all_batches_have_the_longest_length_of_all_data(tokenizer: PreTrainedTo
     assert batch["input_ids"].tolist() == [[5, 5, 0, 0, 0, 0], [5, 5, 5, 5, 0, 0]]
     assert batch["attention_mask"].sum(1).tolist() == [2, 4]
     assert collate([validation[0]])["input_ids"].shape == (1, 6)
+
+
+@pytest.mark.parametrize(("known", "token"), [(None, "</s>"), (1, "<s>")])
+def test_a_missing_padding_token_is_the_same_for_both(known: int | None, token: str) -> None:
+    tokenizer, config = tiny_tokenizer(), tiny_gpt2(pad_token_id=known).config
+    tokenizer.pad_token = None
+    give_padding(tokenizer, config)
+    assert tokenizer.pad_token == token
+    assert config.pad_token_id == tokenizer.pad_token_id
 
 
 def test_batches_are_padded_alone_on_request(tokenizer: PreTrainedTokenizerFast) -> None:

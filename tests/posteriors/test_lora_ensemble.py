@@ -12,10 +12,12 @@ from torch import Tensor
 from hf_bayes.core.layout import select
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.sidecars import Sidecars
 from tests.faults import posteriors
 from tests.faults.edits import edit_json
 from tests.faults.posteriors import config, draws, equal
 from tests.posteriors.lora_posteriors import lora_models
+from tests.tiny_models import tiny_tokenizer
 
 
 @pytest.fixture
@@ -144,3 +146,12 @@ def test_half_precision_adapters_are_read_in_float32(adapters: list[Path]) -> No
     for folder in adapters:
         edit_tensors(folder / "adapter_model.safetensors", lambda t: t.update({k: v.bfloat16() for k, v in t.items()}))
     assert Posterior.from_adapters(adapters).approximation.theta.dtype == torch.float32
+
+
+def test_a_tokenizer_that_all_adapters_have_is_kept(adapters: list[Path]) -> None:
+    for adapter in adapters:
+        tiny_tokenizer().save_pretrained(adapter)
+    assert Posterior.from_adapters(adapters).sidecars == Sidecars.of(tiny_tokenizer())
+    tiny_tokenizer(padding_side="left").save_pretrained(adapters[0])
+    assert not Posterior.from_adapters(adapters).sidecars
+    assert Posterior.from_adapters(adapters[:1]).sidecars

@@ -13,10 +13,10 @@ from accelerate import PartialState
 
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.evaluation import TEST, Target
-from hf_bayes.cli.evaluation_cases import CASES, case_of, own_arguments
+from hf_bayes.cli.evaluation_cases import CASES, case_of, described, own_arguments
+from hf_bayes.cli.padding import give_padding
 from hf_bayes.fit.training_free import fit_training_free, load_adapter, read_adapter
 from hf_bayes.methods.registry import METHODS
-from hf_bayes.models.base_model import describe_head
 from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
@@ -74,9 +74,9 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
     posterior = _with_labels(read_adapter(args.adapter), args.labels)
     model = _load(posterior, args)
     model.to(PartialState().device)  # the device that training would use
-    config = dataclasses.replace(
-        posterior.config, head={**posterior.config.head, **describe_head(model.core, getattr(model, "noise_std", None))}
-    )
+    tokenizer = load_tokenizer(args.adapter, posterior=posterior, base_model=args.base_model)
+    give_padding(tokenizer, model.core.config)
+    config = described(posterior.config, model)
     if "likelihood" in config.head:
         raise ValueError(
             f"{args.adapter} has the likelihood {config.head['likelihood'].get('name')}, and this command reads the "
@@ -84,7 +84,6 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
         )
     case = case_of(config, args.adapter)
     chosen = own_arguments(case, own, args.adapter)
-    tokenizer = load_tokenizer(args.adapter, posterior=posterior, base_model=args.base_model)
     target = Target(config.head, context_of(model.core)[0], args.text_column)
     sets = case.read({TEST: args.heldout}, tokenizer, target, chosen)
     collate = case.collate(tokenizer, sets, chosen)

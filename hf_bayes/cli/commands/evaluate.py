@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,15 @@ from hf_bayes.cli.command import Command
 from hf_bayes.cli.data import matching, named_files
 from hf_bayes.cli.evaluation import TEST, Case, Collate, Found, Target
 from hf_bayes.cli.evaluation import evaluate as statistics_of
-from hf_bayes.cli.evaluation_cases import CASES, case_of, head_of, own_arguments
+from hf_bayes.cli.evaluation_cases import CASES, case_of, described, head_of, own_arguments
 from hf_bayes.cli.evaluation_figure import plot
 from hf_bayes.cli.evaluation_table import tables
 from hf_bayes.cli.json_text import json_text
+from hf_bayes.cli.padding import give_padding
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.metrics import evaluation_results
+from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading import load_tokenizer
@@ -80,11 +83,15 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
         matching(file)  # a missing file is found before the model is loaded
     check_folder(args.output_dir)
     posterior = Posterior.from_pretrained(args.posterior)
-    case = case_of(posterior.config, args.posterior)
+    config, load = posterior.config, partial(MODELS[posterior.config.task].from_pretrained, posterior, **args.loading)
+    model = None if config.head else load()  # adapters that were trained elsewhere: their base model has the labels
+    config = config if model is None else described(config, model)
+    case = case_of(config, args.posterior)
     chosen = own_arguments(case, own, args.posterior)
     tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
-    model = case.model_class.from_pretrained(posterior, **args.loading)
-    target = Target(head_of(posterior.config, args.posterior), context_of(model.core)[0], args.text_column)
+    model = load() if model is None else model
+    give_padding(tokenizer, model.core.config)
+    target = Target(head_of(config, args.posterior), context_of(model.core)[0], args.text_column)
     sets = case.read(files, tokenizer, target, chosen)
     collate = case.collate(tokenizer, sets, chosen)
     model.to(PartialState().device)  # the device that training would use

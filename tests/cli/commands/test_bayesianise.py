@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2ForSequenceClassification
 
 from hf_bayes import BayesianModelForCausalLM, BayesianModelForSequenceClassification, Posterior
 from hf_bayes.cli.main import main
-from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from tests.tiny_models import TEXTS, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
 
 VERDICT = r"scale \S+, the largest.* on \d+ held-out rows\. On \d+ other held-out rows: .*(better|neither)"
 
@@ -47,6 +48,23 @@ def test_a_classifier_needs_the_names_of_its_classes(tmp_path: Path, capsys: pyt
     assert re.search(VERDICT, capsys.readouterr().out)
     model = BayesianModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert list(model.config.id2label.values()) == ["red", "green", "blue"]
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["tokenizer beside the adapter", "tokenizer of the base"])
+def test_a_decoder_without_padding_becomes_a_classifier(tmp_path: Path, beside: bool) -> None:
+    labels = {"id2label": {0: "even", 1: "odd"}, "label2id": {"even": 0, "odd": 1}}
+    adapter = adapter_of(tmp_path, GPT2ForSequenceClassification(tiny_gpt2(pad_token_id=None, **labels).config))
+    tokenizer = tiny_tokenizer()
+    if beside:
+        tokenizer.save_pretrained(adapter)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [f'"{TEXTS[i % 4]} {i}",{("even", "odd")[i % 2]}' for i in range(60)]
+    (tmp_path / "dev.csv").write_text("\n".join(["text,label", *rows]))
+    given = ["--heldout", str(tmp_path / "dev.csv"), "--output_dir", str(tmp_path / "out")]
+    assert main(["bayesianise", adapter, *given]) == 0
+    model = BayesianModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.pad_token_id == (0 if beside else 2)
 
 
 def test_wrong_input_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,3 +224,22 @@ def test_every_kind_of_labels_is_evaluated(tmp_path: Path, capsys: pytest.Captur
     assert results["rows"] == {"test": 8, "backwards": 5}
     assert all(0 <= area <= 1 for area in results["auroc"]["backwards"].values())
     assert f"{results['nll']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["classes", "tags"])
+def test_adapters_trained_elsewhere_are_evaluated(tmp_path: Path, kind: str) -> None:
+    model: Any = tiny_bert(num_labels=2, **CLASSES) if kind == "classes" else bert_tagger(torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    for seed in range(2):
+        adapted = with_lora(type(model).from_pretrained(tmp_path / "base"), seed=seed)
+        adapted.save_pretrained(tmp_path / f"adapter{seed}")
+    posterior = Posterior.from_adapters([tmp_path / f"adapter{seed}" for seed in range(2)])
+    posterior.save_pretrained(tmp_path / "posterior")
+    rows = [{"text": text.split()[:3], "label": ["LABEL_0", "LABEL_2", "LABEL_1"]} for text in TEXTS]
+    if kind == "classes":
+        rows = [{"text": f"{TEXTS[i % 4]} {i}", "label": ("even", "odd")[i % 2]} for i in range(8)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    results = evaluate(tmp_path, "--posterior", str(tmp_path / "posterior"), "--test", str(tmp_path / "test.jsonl"))
+    assert results["members"] == 2
+    assert 0 <= results["accuracy"] <= 1

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from hf_bayes import pipeline
+from hf_bayes import Posterior, pipeline
+from hf_bayes.posteriors.sidecars import Sidecars
 from tests.cli.commands.running import run
-from tests.tiny_models import TEXTS
+from tests.tiny_models import TEXTS, tiny_tokenizer
 
 
 def test_scores_are_those_of_the_pipeline(posterior: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,3 +45,17 @@ def test_the_refusal_of_a_long_text_names_the_flag(posterior: str, capsys: pytes
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the text has")
         run("score", posterior, "--text", TEXTS[0] * 20, "--json", "--max_length", "128")
+
+
+def test_texts_are_scored_together_without_a_padding_token(
+    posterior: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    saved = replace(Posterior.from_pretrained(posterior), sidecars=Sidecars.of(tokenizer))
+    saved.save_pretrained(tmp_path / "out")
+    run("score", str(tmp_path / "out"), "--text", *TEXTS[:2], "--json")
+    together = [json.loads(line)["uncertainty"] for line in capsys.readouterr().out.splitlines()]
+    run("score", posterior, "--text", *TEXTS[:2], "--json", "--batch_size", "1")
+    alone = [json.loads(line)["uncertainty"] for line in capsys.readouterr().out.splitlines()]
+    assert [each["epistemic"] for each in together] == pytest.approx([each["epistemic"] for each in alone], abs=1e-5)
