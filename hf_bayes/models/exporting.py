@@ -6,6 +6,7 @@ Such a network is one plausible model. It has no epistemic uncertainty, and its 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ def export_model(
     Args:
         base_model: another path or name of the base model; None means the recorded name.
     Raises:
-        ValueError: for a quantised base model, whose weights cannot take an adapter up without an error, and if the
-            directory is not empty.
+        ValueError: for a quantised base model, whose weights cannot take an adapter up without an error, for a
+            tokenizer that names code of another repository than the base model, and if the directory is not empty.
     """
     root = Path(directory)
     if root.exists() and any(root.iterdir()):
@@ -96,11 +97,12 @@ def export_model(
             f"the base model of {posterior.source or 'this posterior'} is quantised, and an adapter cannot be merged "
             "into it without an error: export the adapter"
         )
-    model = merged(posterior, network, base_model=base_model)
-    model.save_pretrained(root)
-    for name, data in posterior.sidecars.files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
+    base = base_model or posterior.config.base_model["name_or_path"] or None
+    with posterior.sidecars.folder(code_from=None if base is None else str(base)) as sidecars:
+        merged(posterior, network, base_model=base_model).save_pretrained(root)
+        for name in posterior.sidecars.files:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(sidecars / name, root / name)
 
 
 @torch.no_grad()
@@ -111,9 +113,10 @@ def merged(posterior: Posterior, network: Tensor, *, base_model: Any = None) -> 
         posterior, task.name, getattr(transformers, task.auto_class), members=None, location={}, dtype=None,
         device_map=None, trust_remote_code=False, base_model=base_model, check_base=True,
     ) as (model, layout, *_):  # fmt: skip
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        # theta also holds the statistics of random batch normalisation, which are buffers
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         for name, value in layout.unflatten(network).items():
-            parameters[name].copy_(value)
+            tensors[name].copy_(value)
         found: Any = model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model
         _untie(found)
     return found
@@ -121,6 +124,6 @@ def merged(posterior: Posterior, network: Tensor, *, base_model: Any = None) -> 
 
 def _untie(model: PreTrainedModel) -> None:
     """Record in the config that the head is a tensor of its own, if the posterior made it one."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head = model.get_output_embeddings()
     if isinstance(head, nn.Module) and getattr(model.config, "tie_word_embeddings", False):
-        model.config.tie_word_embeddings = head.weight is embedding.weight
+        model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
 from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.exporting import export_adapter, export_model, network_of_draw, network_of_mean
+from hf_bayes.models.image_classification import BayesianModelForImageClassification
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.sidecars import Sidecars
+from tests.models.test_statistics import digits, trained
 from tests.posteriors.exported import posterior_of
 from tests.tiny_models import batch
 
@@ -42,6 +48,28 @@ def test_an_untied_head_stays_its_own_tensor(tmp_path: Path) -> None:
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(**batch()).logits.log_softmax(-1)
     torch.testing.assert_close(found, log_probs_of(posterior, network, tmp_path / "base"), rtol=0, atol=1e-4)
+
+
+def test_a_member_keeps_its_own_batch_statistics(tmp_path: Path) -> None:
+    posterior = trained(tmp_path, SGHMCConfig(num_chains=2), max_steps=2).posterior
+    network = network_of_draw(posterior, 1)
+    export_model(posterior, network, tmp_path / "out")
+    pixels, _ = digits(320, 330)
+    model = BayesianModelForImageClassification.from_pretrained(posterior)
+    with torch.no_grad(), model.showing(network[None]):
+        found = AutoModelForImageClassification.from_pretrained(tmp_path / "out")(pixel_values=pixels)
+        torch.testing.assert_close(found.logits.log_softmax(-1), model(pixel_values=pixels).logits, rtol=0, atol=1e-5)
+
+
+def test_a_tokenizer_with_code_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    posterior = posterior_of("lora", tmp_path / "base")
+    for source, works in (("somebody/code", False), (str(tmp_path / "base"), True)):
+        data = json.dumps({"auto_map": {"AutoTokenizer": [None, f"{source}--own.Own"]}}).encode()
+        named = dataclasses.replace(posterior, sidecars=posterior.sidecars | Sidecars({"tokenizer_config.json": data}))
+        expected = pytest.raises(ValueError, match=r"tokenizer_config\.json names code of 'somebody/code'")
+        with contextlib.nullcontext() if works else expected:
+            export_model(named, named.representative, tmp_path / "out", base_model=str(tmp_path / "base"))
+        assert (tmp_path / "out").exists() == works
 
 
 def test_an_adapter_of_the_mean_needs_peft_alone(tmp_path: Path) -> None:
