@@ -229,7 +229,7 @@ def _compare(model: BayesianModel, posterior: Posterior, batches: Batches, num_r
             temperature = fit_to(model, heldout_sums(model, batches(even))).temperature
         except ValueError as error:  # numbers, or too few terms
             reason = str(error).partition(":")[0]
-    members = posterior.sample(None, torch.Generator().manual_seed(posterior.config.seed or 0))  # as it is loaded
+    members = posterior.members()
     scores = [_scores(model, theta, t, batches(odd)) for theta, t in ((members, 1.0), (point, temperature))]
     nll, point_nll = (float(one.nll.sum() / one.terms.sum()) for one in scores)
     return Comparison(nll, point_nll, difference_std_error(*scores), temperature, reason, len(odd))

@@ -110,7 +110,7 @@ def loaded(
         if prediction == DISTILLED:
             theta = student_network(posterior, members)
         else:
-            theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
+            theta = posterior.members(members)
         if wanted is not None and wanted != loaded_as:
             model = model.to(wanted)
         model.eval()

@@ -72,7 +72,7 @@ def as_draws(posterior: Posterior, members: int | None = None) -> Posterior:
         members: the number of members; None takes all draws, or 10 draws of a Gaussian.
     """
     config = posterior.config
-    theta = posterior.sample(members, torch.Generator().manual_seed(config.seed or 0))
+    theta = posterior.members(members)
     if config.approximation == "draws" and len(theta) == config.num_members:
         return posterior
     chain = torch.zeros(len(theta), dtype=torch.int64)

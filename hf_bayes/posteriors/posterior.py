@@ -137,6 +137,13 @@ class Posterior:
         require_members(num_members)
         return self.approximation.sample(num_members, generator)
 
+    def members(self, num_members: int | None = None) -> Tensor:
+        """Return the members [num_members, d] that a model loaded from this posterior has; arguments as of ``sample``.
+
+        What belongs to these members, such as a temperature of their mixture, is fitted to these members.
+        """
+        return self.sample(num_members, torch.Generator().manual_seed(self.config.seed or 0))
+
     # -- directory -------------------------------------------------------------------------------------------------
 
     def save_pretrained(

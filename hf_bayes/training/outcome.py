@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import CommitInfo, HfApi
 
-from hf_bayes.core.rng import generator
 from hf_bayes.diagnostics.comparison import difference_std_error
 from hf_bayes.diagnostics.plausibility import is_implausible
 from hf_bayes.distributions.approximations import Draws
@@ -115,7 +114,7 @@ class Outcome:
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
                 "num_chains or draws_per_chain"
             )
-        members = self.posterior.sample(None, generator(host.args.seed, "members")).to(host.args.device)
+        members = self.posterior.members().to(host.args.device)
         setup.model.show(members, finished.member_group)
         self._calibrate(self.posterior, active)
 

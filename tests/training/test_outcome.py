@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from datasets import Dataset
 
-from hf_bayes import Posterior
+from hf_bayes import BayesianModelForCausalLM, MeanFieldConfig, Posterior
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
-from tests.tiny_models import tiny_bert, with_lora
+from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
 
 def test_posterior_before_training_is_refused(tmp_path):
@@ -61,3 +62,12 @@ def test_saving_after_an_evaluation_does_not_evaluate_again(tmp_path, monkeypatc
     monkeypatch.setattr(trainer.bayesian, "evaluate_batch", None)
     trainer.save_model()
     assert trainer.posterior.config.metrics["nll"] > 0
+
+
+def test_a_gaussian_run_predicts_with_the_members_that_load(tmp_path):
+    run = runs.trainer(tmp_path, MeanFieldConfig(), max_steps=2)
+    run.train()
+    run.save_model()
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=tiny_llama())
+    assert torch.equal(run.bayesian.current.cpu(), loaded.theta.detach())
+    assert len(loaded.theta) == 10
