@@ -12,8 +12,6 @@ from hf_bayes.chains.run import StepRecord
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import FinalPassResult, Info, Problem
 from hf_bayes.methods.recommended import recommended
-from hf_bayes.models.base_model import core_of, refuse_foreign
-from hf_bayes.models.recognition import task_of
 from hf_bayes.objectives.own_settings import Settings
 from hf_bayes.training.compat import TrainerHost, eval_sets, expected_updates
 
@@ -24,27 +22,24 @@ NOTABLE_GROWTH = 2.0
 """The growth of the variance of gradients above which a message is logged at the end of a run."""
 
 
-def given_or_recommended(
-    method: MethodConfig | None, model: Any, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool
+def recommended_method(
+    unit: str, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool
 ) -> MethodConfig:
-    """Return the method, or the recommended one if none was given, and log which.
+    """Return the method of a run for which none was given, and log which.
 
     Args:
-        model, args: as the user gave them, not checked yet.
+        unit: the unit of a likelihood term (``Task.unit``).
+        args: as the user gave them, not checked yet.
         train_dataset, eval_dataset: as the user gave them.
         inherits: True if the prior is another posterior.
     """
-    if method is not None:
-        return method
     sets = eval_sets(eval_dataset)
     rows = sets.get("", sets.get("heldout"))
     count = len(rows) if isinstance(rows, Sized) else None
-    core = core_of(model)
-    refuse_foreign(model, core)
     found, words = recommended(
         count,
         num_updates=expected_updates(args, train_dataset),
-        unit=task_of(core).unit,
+        unit=unit,
         num_processes=getattr(args, "world_size", 1),
         inherits=inherits,
     )

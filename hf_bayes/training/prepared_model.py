@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,12 @@ from transformers import (
 )
 
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.checkpoint_weights import load_pretrained, warn_of_random_weights, warn_of_unused_weights
+from hf_bayes.models.recognition import task_of
 from hf_bayes.models.restoration import GradientFlags, unwrapped
 from hf_bayes.posteriors.hub import is_place
+from hf_bayes.posteriors.tasks import TASKS
 
 
 @contextmanager
@@ -89,13 +92,39 @@ def _load(name: str, args: Any, kwargs: dict[str, Any], *, rewards: bool) -> Pre
         settings["quantization_config"] = quantization
     settings.setdefault("dtype", torch.float32)
     settings.setdefault("trust_remote_code", getattr(args, "trust_remote_code", False))
-    source = {key: settings[key] for key in ("trust_remote_code", "revision") if key in settings}
     if kwargs.get("processing_class") is None:
-        kwargs["processing_class"] = AutoProcessor.from_pretrained(name, **source)
+        kwargs["processing_class"] = AutoProcessor.from_pretrained(name, **_source(settings))
     if rewards:
         loaded = load_pretrained(AutoModelForSequenceClassification, name, num_labels=1, **settings)
         warn_of_random_weights(loaded, name)
         warn_of_unused_weights(loaded, name)
         return loaded.model
-    names = AutoConfig.from_pretrained(name, **source).architectures or [""]
-    return getattr(transformers, names[0], AutoModelForCausalLM).from_pretrained(name, **settings)
+    return _class_of(name, settings).from_pretrained(name, **settings)
+
+
+def _class_of(name: str, settings: Mapping[str, Any]) -> Any:
+    """Return the class that the config of a named model names."""
+    names = AutoConfig.from_pretrained(name, **_source(settings)).architectures or [""]
+    return getattr(transformers, names[0], AutoModelForCausalLM)
+
+
+def _source(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in ("trust_remote_code", "revision") if key in settings}
+
+
+def unit_of(model: Any, args: Any, *, rewards: bool) -> str:
+    """Return the unit of a likelihood term (``Task.unit``) of a model, or of the model that a name will load.
+
+    Args:
+        model, args: as the user gave them, not checked yet.
+        rewards: as for ``prepared``.
+    """
+    if not is_place(model) or not hasattr(args, "model_init_kwargs"):  # only TRL's trainers load models by name
+        core = core_of(model)
+        refuse_foreign(model, core)
+        return task_of(core).unit
+    if rewards:
+        return TASKS["sequence_classification"].unit
+    trusted = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+    kind = _class_of(os.fspath(model), trusted | dict(getattr(args, "model_init_kwargs", None) or {})).__name__
+    return next((task.unit for task in TASKS.values() if kind.endswith(task.suffix)), TASKS["causal_lm"].unit)

@@ -24,8 +24,8 @@ from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.host_trainers import config_kept
 from hf_bayes.training.memory_check import require_memory
-from hf_bayes.training.own_choices import given_or_recommended
-from hf_bayes.training.prepared_model import prepared
+from hf_bayes.training.own_choices import recommended_method
+from hf_bayes.training.prepared_model import prepared, unit_of
 from hf_bayes.training.refusals import refuse_other_priors, refuse_other_weights
 from hf_bayes.training.refused_arguments import refuse_arguments, refuse_model_init
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
@@ -88,14 +88,15 @@ def set_up(
             of this model.
     """
     refuse_model_init(model, kwargs)
-    method = given_or_recommended(
-        method, model, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"), inherits=prior is not None
-    )
+    rewards = isinstance(likelihood, BradleyTerry)
+    if method is None:
+        unit, data = unit_of(model, args, rewards=rewards), (kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        method = recommended_method(unit, args, *data, inherits=prior is not None)
     args = refuse_arguments(args, method, model, kwargs)
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
     with (
-        prepared(model, args, peft_config, kwargs, rewards=isinstance(likelihood, BradleyTerry)) as ready,
+        prepared(model, args, peft_config, kwargs, rewards=rewards) as ready,
         ExitStack() as on_error,
     ):
         if not isinstance(ready, BayesianModel):

@@ -18,7 +18,7 @@ from hf_bayes import BayesianTrainer, BayesianTrainingArguments, SGHMCConfig, at
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
 from hf_bayes.training.compat import TrainerHost
-from hf_bayes.training.prepared_model import prepared
+from hf_bayes.training.prepared_model import prepared, unit_of
 from tests import runs
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
 from tests.training.trained import require_loaded_and_resumed
@@ -36,8 +36,9 @@ class NamingArguments(BayesianTrainingArguments):
 def trainer(folder: Path, model: Any, *, args: Any = None, **kwargs: Any) -> BayesianTrainer:
     rows = Dataset.from_list(runs.token_rows())
     args = runs.arguments(folder, save_strategy="steps", save_steps=3) if args is None else args
-    kwargs = {"train_dataset": rows, "data_collator": default_data_collator} | kwargs
-    return BayesianTrainer(model, SGHMCConfig(num_chains=2, prior_std=0.1), args, **kwargs)
+    method = SGHMCConfig(num_chains=2, prior_std=0.1)
+    kwargs = {"method": method, "train_dataset": rows, "data_collator": default_data_collator} | kwargs
+    return BayesianTrainer(model, args=args, **kwargs)
 
 
 @pytest.fixture
@@ -142,3 +143,11 @@ def test_a_reward_model_names_base_weights_that_are_not_kept(tmp_path: Path, bas
         pytest.warns(UserWarning, match=r"are left out: model.gate"),
     ):
         reward_model(tmp_path, base)
+
+
+@pytest.mark.parametrize("rewards", [False, True])
+def test_a_named_model_needs_no_method(tmp_path: Path, base: str, rewards: bool) -> None:
+    args = NamingArguments(**runs.arguments(tmp_path).to_dict() | {"model_init_kwargs": None})
+    assert unit_of(base, args, rewards=rewards) == ("example" if rewards else "token")
+    built = trainer(tmp_path, base, args=args, method=None, peft_config=LoraConfig(**LORA))
+    assert built.method.name == "ensemble"  # the run is too short for a ladder
