@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hf_bayes.chains.objective import Objective
-from hf_bayes.chains.own_rate import MAX_UPDATES, MIN_UPDATES, best_rate, last_third, own_settings
+from hf_bayes.chains.own_rate import MAX_UPDATES, MIN_UPDATES, best_rate, choose_settings, last_third
 from hf_bayes.chains.run import Run
 from hf_bayes.chains.support import is_outside_support
 from hf_bayes.core.config import MethodConfig
@@ -86,13 +86,13 @@ def settle(
             return Settings(warmed, FIRST_STEP, burn_in)
     if needs.learning_rate == "whitening":
         method = _whitened(method, burn_in, dim)
-    own = own_settings(method, num_steps, burn_in=burned)
-    if own.adamw_steps:
-        own = own.with_found(trial(own.adamw_steps))
+    chosen = choose_settings(method, num_steps, burn_in=burned)
+    if chosen.adamw_steps:
+        chosen = chosen.with_found(trial(chosen.adamw_steps))
     if needs.learning_rate == "whitening":  # chosen together with the warm start
-        assert own.method.burn_in is not None
-        burn_in = own.method.burn_in
-    return Settings(own.method, own.learning_rate, burn_in)
+        assert chosen.method.burn_in is not None
+        burn_in = chosen.method.burn_in
+    return Settings(chosen.method, chosen.learning_rate, burn_in)
 
 
 def _whitened(method: MethodConfig, burn_in: float, dim: int) -> MethodConfig:

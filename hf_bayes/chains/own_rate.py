@@ -21,7 +21,7 @@ MIN_UPDATES, MAX_UPDATES = 6, 40
 """The smallest and the largest number of updates at each rate of a trial. With fewer, rates differ by noise only."""
 
 
-class OwnSettings(NamedTuple):
+class ChosenSettings(NamedTuple):
     """The settings that a method chooses for a run without a learning rate.
 
     Attributes:
@@ -34,14 +34,14 @@ class OwnSettings(NamedTuple):
     learning_rate: float | None
     adamw_steps: int = 0
 
-    def with_found(self, rate: float) -> OwnSettings:
+    def with_found(self, rate: float) -> ChosenSettings:
         """Return the settings with the result of the trial: the rate of an optimiser, or of a sampler's warm start."""
         if self.method.requirements.learning_rate == "whitening":
-            return OwnSettings(replace(self.method, warm_start_learning_rate=rate), None)
-        return OwnSettings(self.method, rate)
+            return ChosenSettings(replace(self.method, warm_start_learning_rate=rate), None)
+        return ChosenSettings(self.method, rate)
 
 
-def own_settings(method: MethodConfig, num_steps: int, *, burn_in: int, falls: bool = True) -> OwnSettings:
+def choose_settings(method: MethodConfig, num_steps: int, *, burn_in: int, falls: bool = True) -> ChosenSettings:
     """Return the settings of a run of ``num_steps`` updates without a learning rate.
 
     Args:
@@ -62,12 +62,12 @@ def own_settings(method: MethodConfig, num_steps: int, *, burn_in: int, falls: b
             "or lower warm_start_steps"
         )
     if kind == "unused":
-        return OwnSettings(method, 1.0)
+        return ChosenSettings(method, 1.0)
     if kind == "from_length":
-        return OwnSettings(method, (num_steps - warm) ** -0.5)
+        return ChosenSettings(method, (num_steps - warm) ** -0.5)
     if kind == "range_test":
-        return OwnSettings(method, None, num_steps)
-    return OwnSettings(method, None, warm if method.warm_start_learning_rate is None else 0)
+        return ChosenSettings(method, None, num_steps)
+    return ChosenSettings(method, None, warm if method.warm_start_learning_rate is None else 0)
 
 
 def last_third(values: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hf_bayes.chains.own_rate import own_settings
+from hf_bayes.chains.own_rate import choose_settings
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.methods.registry import with_stated_warm_start
@@ -57,15 +57,15 @@ def settle(
     burn_in = burn_in_steps(method.burn_in, num_steps)
     if learning_rate is not None:
         return Settings(with_stated_warm_start(method, burn_in), learning_rate)
-    own = own_settings(method, num_steps, burn_in=burn_in, falls=falls)
-    if not own.adamw_steps:
-        return Settings(own.method, own.learning_rate)
+    chosen = choose_settings(method, num_steps, burn_in=burn_in, falls=falls)
+    if not chosen.adamw_steps:
+        return Settings(chosen.method, chosen.learning_rate)
     result = None
     if found is None:
-        result = _require_trial(trial, method)(_plan_of(method, num_steps), own.adamw_steps)
+        result = _require_trial(trial, method)(_plan_of(method, num_steps), chosen.adamw_steps)
         found = result.learning_rate
-    own = own.with_found(found)
-    return Settings(own.method, own.learning_rate, found, result)
+    chosen = chosen.with_found(found)
+    return Settings(chosen.method, chosen.learning_rate, found, result)
 
 
 def _plan_of(method: MethodConfig, num_steps: int) -> TrialPlan:

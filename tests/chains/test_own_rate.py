@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_bayes.chains.own_rate import OwnSettings, best_rate, last_third, own_settings
+from hf_bayes.chains.own_rate import ChosenSettings, best_rate, choose_settings, last_third
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import Linear
 from hf_bayes.methods.averaging.map import MAPConfig
@@ -21,16 +21,17 @@ from hf_bayes.methods.variational.ivon import IVONConfig
 
 def test_only_rates_of_adamw_need_a_trial() -> None:
     asked = {
-        method.name: own_settings(method, 1000, burn_in=500).adamw_steps
+        method.name: choose_settings(method, 1000, burn_in=500).adamw_steps
         for method in (MAPConfig(), SGHMCConfig(), IVONConfig(), AGPSConfig(max_std=0.1), HMCConfig(step_size=0.1))
     }
     assert asked == {"map": 1000, "sghmc": 250, "ivon": 0, "agps": 0, "hmc": 0}
-    assert own_settings(SGHMCConfig(warm_start_learning_rate=0.1), 1000, burn_in=500).adamw_steps == 0
+    assert choose_settings(SGHMCConfig(warm_start_learning_rate=0.1), 1000, burn_in=500).adamw_steps == 0
 
 
 def test_what_a_trial_finds_is_the_rate_of_adamw() -> None:
-    assert own_settings(MAPConfig(), 9, burn_in=0).with_found(0.3) == OwnSettings(MAPConfig(schedule=Linear()), 0.3)
-    found = own_settings(SGHMCConfig(), 1000, burn_in=500).with_found(0.3)
+    found = choose_settings(MAPConfig(), 9, burn_in=0).with_found(0.3)
+    assert found == ChosenSettings(MAPConfig(schedule=Linear()), 0.3)
+    found = choose_settings(SGHMCConfig(), 1000, burn_in=500).with_found(0.3)
     assert found.method.warm_start_learning_rate == 0.3
     assert found.learning_rate is None
 
@@ -38,15 +39,15 @@ def test_what_a_trial_finds_is_the_rate_of_adamw() -> None:
 @pytest.mark.parametrize("method", [SWAConfig(), MAPConfig(), IVONConfig(), AGPSConfig(max_std=0.1)])
 def test_a_stated_rate_is_for_a_warm_start_of_all_burn_in(method: MethodConfig) -> None:
     stated = replace(method, warm_start_learning_rate=3e-3)
-    found = own_settings(stated, 100, burn_in=40)
+    found = choose_settings(stated, 100, burn_in=40)
     assert found.method.warm_start_steps == 40
-    assert found.method == replace(own_settings(method, 100, burn_in=40).method, warm_start_steps=40,
+    assert found.method == replace(choose_settings(method, 100, burn_in=40).method, warm_start_steps=40,
                                    warm_start_learning_rate=3e-3)  # fmt: skip
 
 
 def test_a_rate_from_the_length_counts_no_warm_start() -> None:
-    assert own_settings(IVONConfig(), 100, burn_in=36).learning_rate == 0.1
-    assert own_settings(IVONConfig(warm_start_learning_rate=3e-3), 100, burn_in=36).learning_rate == 0.125
+    assert choose_settings(IVONConfig(), 100, burn_in=36).learning_rate == 0.1
+    assert choose_settings(IVONConfig(warm_start_learning_rate=3e-3), 100, burn_in=36).learning_rate == 0.125
 
 
 @pytest.mark.parametrize("method", [IVONConfig(), MAPConfig(), SGHMCConfig(), AGPSConfig(max_std=0.1)])
@@ -54,12 +55,12 @@ def test_a_rate_from_the_length_counts_no_warm_start() -> None:
 def test_a_warm_start_of_the_whole_run_is_refused(method: MethodConfig, steps: int) -> None:
     words = f"{method.name}: 40 updates with warm_start_steps={steps} leave none for the method: train longer, or lower"
     with pytest.raises(ValueError, match=words):
-        own_settings(replace(method, warm_start_steps=steps), 40, burn_in=20)
+        choose_settings(replace(method, warm_start_steps=steps), 40, burn_in=20)
 
 
 def test_a_run_without_updates_has_no_rate() -> None:
     with pytest.raises(ValueError, match="ivon: 0 updates with warm_start_steps=0 leave none"):
-        own_settings(IVONConfig(), 0, burn_in=0)
+        choose_settings(IVONConfig(), 0, burn_in=0)
 
 
 def test_losses_that_are_not_finite_are_the_largest() -> None:
