@@ -41,10 +41,17 @@ def windows_of(
     an earlier row. No end-of-sequence token follows the text.
 
     Raises:
-        ValueError, OSError: for a text shorter than a window, and as ``texts_in``.
+        ValueError, OSError: for a text shorter than a window, for several texts without a token to join them by, and as
+            ``texts_in``.
     """
-    texts = Dataset.from_dict({"text": texts_in(path, text_column)})
-    rows = token_windows(texts, tokenizer, length=length, join=True, close=False)
+    texts = texts_in(path, text_column)
+    joins = len(texts) > 1
+    if joins and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{path} has {len(texts)} texts, joined by the end-of-sequence token, and the tokenizer has none: "
+            "give one text in a .txt file"
+        )
+    rows = token_windows(Dataset.from_dict({"text": texts}), tokenizer, length=length, join=joins, close=False)
     if len(rows[0]["input_ids"]) < length:
         raise ValueError(f"{path} is shorter than one window of {length} tokens: give more text or a smaller --length")
     count = min(limit, len(rows))

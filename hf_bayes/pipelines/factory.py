@@ -144,7 +144,7 @@ def _from_posterior(
         reader = load(place, posterior=posterior, **remote, **location)
     download = {name: location[name] for name in DOWNLOAD}
     model = kind.model_class.from_pretrained(posterior, trust_remote_code=trust_remote_code, **download, **loading)
-    return _checked(kind, model, reader, trust_remote_code)
+    return _checked(kind, model, reader, {"trust_remote_code": trust_remote_code, **download})
 
 
 def _from_model(task: str | None, model: Any, readers: dict[str, Any], trust_remote_code: bool) -> _Parts:
@@ -154,17 +154,21 @@ def _from_model(task: str | None, model: Any, readers: dict[str, Any], trust_rem
             f"a pipeline needs a posterior's directory or repository, or a Bayesian model, got {type(model).__name__}"
         )
     kind = _TASKS[task] if task is not None else _of_task(model.task)
-    return _checked(kind, model, _only(kind, readers), trust_remote_code)
+    return _checked(kind, model, _only(kind, readers), {"trust_remote_code": trust_remote_code})
 
 
-def _checked(kind: type[BayesianPipeline], model: BayesianModel, reader: Any, trust_remote_code: bool) -> _Parts:
-    """Check that the model and its tokenizer belong together, after loading a tokenizer that is given by its place."""
+def _checked(kind: type[BayesianPipeline], model: BayesianModel, reader: Any, hub: dict[str, Any]) -> _Parts:
+    """Check that the model and its tokenizer belong together, after loading a tokenizer that is given by its place.
+
+    Args:
+        hub: the arguments of ``from_pretrained`` for such a tokenizer: settings of a download, and trust in its code.
+    """
     kind.check_model(model)
     if reader is None:
         raise ValueError(f"a model in memory comes without its {kind.reads.replace('_', ' ')}: give {kind.reads}=")
     if is_place(reader):
         _, auto_class = _READERS[kind.reads]
-        reader = auto_class.from_pretrained(reader, trust_remote_code=trust_remote_code)
+        reader = auto_class.from_pretrained(reader, **hub)
     if model.posterior is not None and kind.reads in ("tokenizer", "processor"):
         check_tokenizer(model.posterior, getattr(reader, "tokenizer", reader))
     return _Parts(kind, model, reader)

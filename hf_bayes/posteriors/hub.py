@@ -103,16 +103,7 @@ def push_directory(
             raise ValueError(
                 f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
             )
-    match contents.get(CONFIG):
-        case {"base_model": {"name_or_path": found}}:
-            base = found
-        case _:
-            base = None
-    if is_local(base):
-        warnings.warn(
-            f"the base model is local ({visible_line(base)}): this path becomes public in {CONFIG}, and "
-            "no other computer can load it. Push the base model and set its id as name_or_path"
-        )
+    _warn_of_local_paths(contents.get(CONFIG))
     api = HfApi(token=token)
     repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not revision.startswith("refs/"):  # a pull request exists already, and is not a branch
@@ -140,6 +131,24 @@ def _check_beside(root: Path, names: Sequence[str], contents: Mapping[str, Any])
     fingerprint = fingerprint_of(contents) if others else ""
     for name in others:
         read_beside(root / name, fingerprint)
+
+
+def _warn_of_local_paths(config: Any) -> None:
+    """Warn of the paths on this computer that a posterior's config, which is not checked, records."""
+    match config:
+        case {"base_model": {"name_or_path": str(base)}} if is_local(base):
+            warnings.warn(
+                f"the base model is local ({visible_line(base)}): this path becomes public in {CONFIG}, and "
+                "no other computer can load it. Push the base model and set its id as name_or_path"
+            )
+    while isinstance(config, Mapping):  # in continual learning a prior is a posterior with a prior of its own
+        config = config.get("prior")
+        match config:
+            case {"posterior": str(place)} if is_local(place):
+                warnings.warn(
+                    f"a prior is a local posterior ({visible_line(place)}): this path becomes public in {CONFIG}. Push "
+                    "that posterior, and give its id as prior= of the run to have the id recorded"
+                )
 
 
 def is_place(value: Any) -> TypeGuard[str | os.PathLike[str]]:

@@ -53,6 +53,19 @@ def test_the_end_token_stands_between_the_rows_only(tmp_path: Path) -> None:
     assert row[-1] != EOS
 
 
+def test_one_text_needs_no_token_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(TEXTS))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    usual, without = tiny_tokenizer(), tiny_tokenizer()
+    without.eos_token = None
+    expected, found = (windows_of(str(tmp_path / "text.txt"), each, length=16, limit=9) for each in (usual, without))
+    assert list(found["input_ids"]) == list(expected["input_ids"])
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl has 4 texts, .* the tokenizer has none: give one text in a .txt"
+    ):
+        windows_of(str(tmp_path / "rows.jsonl"), without, length=16, limit=9)
+
+
 def test_the_texts_of_rows_are_joined(tmp_path: Path) -> None:
     """A table is no text: its other columns and its commas are not scored."""
     (tmp_path / "rows.csv").write_text("body,label\n" + "\n".join(f"{text},1" for text in TEXTS[:1] * 9))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import TextGenerationPipeline
+from transformers import AutoTokenizer, TextGenerationPipeline
 
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base_model import fingerprint_tokenizer
@@ -139,6 +139,19 @@ def test_a_directory_is_enough(posterior: Path) -> None:
     assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())(PROMPTS[0], **GREEDY) == [record]
     fewer = pipeline("bayesian-text-generation", str(posterior), posterior.parent / "base", members=1)
     assert fewer(PROMPTS[0], **GREEDY)[0]["uncertainty"]["epistemic"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_tokenizer_is_downloaded_as_its_posterior_is(posterior: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def load(place: str, **settings: Any) -> Any:
+        given.update(settings, place=place)
+        return models.tiny_tokenizer()
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    settings: dict[str, Any] = {"token": "mine", "cache_dir": str(posterior.parent), "local_files_only": True}
+    assert pipeline(model=posterior, tokenizer="org/private", **settings)
+    assert given == {"place": "org/private", "trust_remote_code": False, "force_download": False, **settings}
 
 
 def test_another_tokenizer_is_refused(posterior: Path) -> None:

@@ -147,6 +147,14 @@ def test_local_base_model_is_warned_about_before_the_push(pushed: dict[str, Any]
     assert b"/home/" not in pushed["files"]["README.md"]
 
 
+def test_a_local_prior_is_warned_about_before_the_push(pushed: dict[str, Any]) -> None:
+    first = {"posterior": "/home/somebody/first", "used_as": "diagonal", "prior": {"name": "gaussian", "std": 1.0}}
+    for prior in (first, {"posterior": "user/second", "used_as": "diagonal", "prior": first}):
+        with pytest.warns(UserWarning, match=r"a prior is a local posterior \(/home/somebody/first\): this path"):
+            draws(2, prior=prior).push_to_hub("user/x")
+        assert b"/home/" not in pushed["files"]["README.md"]
+
+
 def test_edited_card_is_pushed_and_still_loads(pushed: dict[str, Any], tmp_path: Path) -> None:
     draws(2).save_pretrained(tmp_path)
     (tmp_path / "README.md").write_text("# By hand\n")
