@@ -32,6 +32,9 @@ Kwargs = dict[str, Any]
 _ROWS_TIMES_HEADS = ("bloom", "mpt")
 """Model types whose blocks take biases [rows * heads, ...] or [heads, ...], which cannot be cut to B rows."""
 
+_POSITIONS_FIRST = ("xlnet",)
+"""Model types whose blocks take states [T, rows, ...]: T may be B or M * B."""
+
 _MIN_REPADDED_ROWS = 32
 """The number of rows repeated with another padding, from which a warning is given."""
 
@@ -278,7 +281,9 @@ def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tupl
     """Return the blocks in order, and the number of blocks before the first random module."""
     found = decoder_blocks(model)
     config = getattr(model, "config", None)
-    if found is None or getattr(config, "alibi", False) or getattr(config, "model_type", None) in _ROWS_TIMES_HEADS:
+    if found is None or getattr(config, "alibi", False):
+        return [], 0
+    if getattr(config, "model_type", None) in (*_ROWS_TIMES_HEADS, *_POSITIONS_FIRST):
         return [], 0
     if has_axes(config) or getattr(config, "use_weighted_layer_sum", False):  # a sum over the outputs of all layers
         return [], 0

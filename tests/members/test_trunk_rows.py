@@ -10,6 +10,8 @@ from transformers import (
     FlaubertForSequenceClassification,
     XLMConfig,
     XLMForSequenceClassification,
+    XLNetConfig,
+    XLNetForTokenClassification,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
@@ -64,6 +66,17 @@ def test_parallel_lists_of_parts_are_no_trunk(config: type, make: type, rows: in
     theta, inputs = scattered(model, layout), batch(rows)
     expected = mixture(separate_logits(model, layout, theta, inputs))
     with torch.no_grad(), attach(model, theta, subspace=r"ffns\.") as bayesian:
+        assert relative_error(bayesian(**inputs).logits, expected) < 1e-13
+
+
+@pytest.mark.parametrize("length", [2, 3, 6])  # as many positions as rows, half as many as folded rows, or as many
+def test_positions_are_not_taken_for_rows(length: int) -> None:
+    fields = XLNetConfig(vocab_size=VOCABULARY, d_model=8, n_layer=2, n_head=2, d_inner=8, num_labels=3, dropout=0.0)
+    model = models._build(lambda: XLNetForTokenClassification(fields), 0, torch.float64)
+    layout = select(model, "classifier")
+    theta, inputs = scattered(model, layout), batch(2, length)
+    expected = mixture(separate_logits(model, layout, theta, inputs))
+    with torch.no_grad(), attach(model, theta, subspace="classifier") as bayesian:
         assert relative_error(bayesian(**inputs).logits, expected) < 1e-13
 
 

@@ -1,4 +1,4 @@
-"""Planted faults in members of image networks, likelihoods, curvature of functions, exports and single passes."""
+"""Planted faults in members, likelihoods, curvature of functions, exports and single passes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ MODELS_AND_FITS = (
     Fault("batch norm: the rows of members mix", "members/batch_norm.py",
           "others = [1, *range(3, rows.ndim)]", "others = [0, 1, *range(3, rows.ndim)]",
           (f"{NORM}test_batch_statistics_are_those_of_a_members_own_rows",)),
+    Fault("trunk: the output of the last block is not repeated", "members/trunk.py",
+          "self.handles.append(self.blocks[-1].register_forward_hook(self._fan_out_last))", "pass",
+          ("members/test_trunk_rows.py::test_pooling_by_a_mask_reads_the_rows_of_all_members[modernbert-3]",)),
+    Fault("trunk: rows are cut after a random module between the blocks", "members/stacked_module.py",
+          "        context.fanned_out = True\n", "",
+          ("members/test_trunk_rows.py::test_blocks_after_a_random_module_are_not_cut",)),
     Fault("likelihoods: the root of the Fisher information is not a root", "uncertainty/custom/adapted.py",
           "(found.log_probs[:, column] / 2).exp()", "found.log_probs[:, column].exp()",
           ("uncertainty/custom/test_adapted.py::test_the_root_is_that_of_the_score_covariance[ordinal]",)),
