@@ -130,7 +130,7 @@ class HeldOutRows:
             yield batch, log_lik
 
     def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
-        """Add -sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t), the share of draw m in factor t of a term."""
+        """Add -sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t), the share of draw m in factor t."""
         shares = log_lik.to(theta).softmax(-1).movedim(-1, 0)
         size = len(next(iter(self.model.passes(batch))))
         for start in range(0, len(theta), size):

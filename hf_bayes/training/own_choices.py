@@ -22,9 +22,7 @@ NOTABLE_GROWTH = 2.0
 """The growth of the variance of gradients above which a message is logged at the end of a run."""
 
 
-def recommended_method(
-    unit: str, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool
-) -> MethodConfig:
+def recommended_method(unit: str, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool) -> MethodConfig:
     """Return the method of a run for which none was given, and log which.
 
     Args:

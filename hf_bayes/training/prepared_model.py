@@ -99,7 +99,8 @@ def _load(name: str, args: Any, kwargs: dict[str, Any], *, rewards: bool) -> Pre
         warn_of_random_weights(loaded, name)
         warn_of_unused_weights(loaded, name)
         return loaded.model
-    return _class_of(name, settings).from_pretrained(name, **settings)
+    found: PreTrainedModel = _class_of(name, settings).from_pretrained(name, **settings)
+    return found
 
 
 def _class_of(name: str, settings: Mapping[str, Any]) -> Any:

@@ -20,7 +20,6 @@ from hf_bayes.models.single_pass import attention
 from hf_bayes.models.single_pass.linear import root_of
 from hf_bayes.models.single_pass.moments import for_each_tensor, mean_of, moments_in, replaced
 
-
 MOST_NOISES = 4096
 """The largest number of outputs of a layer: with n of them, a row takes n^2 numbers and n^3 operations."""
 

@@ -40,7 +40,7 @@ def test_truncation_keeps_steepest_directions_and_the_diagonal() -> None:
 
 
 def test_variances_stay_positive_where_columns_take_nearly_all() -> None:
-    basis = torch.linalg.qr(numbers(6, 6).float()).Q  # the columns span everything: 1 - the squares of a row is rounding
+    basis = torch.linalg.qr(numbers(6, 6).float()).Q  # a row has squares with the sum 1, up to rounding
     narrow = LowRank(torch.ones(6), basis, torch.full((6,), 1e-7))
     assert torch.allclose(narrow.variance, torch.full((6,), 1e-7), atol=1e-6, rtol=0)  # rounding of 1
     assert bool((narrow.variance > 0).all())
