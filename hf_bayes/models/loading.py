@@ -107,10 +107,7 @@ def loaded(
             warn_of_lost_weights(found, posterior.layout, what)
         if members == 1 or posterior.config.num_members == 1:
             warnings.warn(f"{what}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
-        if prediction == DISTILLED:
-            theta = student_network(posterior, members)
-        else:
-            theta = posterior.members(members)
+        theta = student_network(posterior, members) if prediction == DISTILLED else posterior.members(members)
         if wanted is not None and wanted != loaded_as:
             model = model.to(wanted)
         model.eval()

@@ -17,7 +17,7 @@ from hf_bayes.models.calibrating import calibration_of
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.compat import TrainerHost, heldout_name
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.uncertainty.likelihoods import Normal
 
@@ -38,7 +38,6 @@ Four times the updates made networks with t = 0.52 and 0.93 better, and those wi
 
 def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
     """Return, in words, why a run has no temperature of its mixture; None if it can have one."""
-    sets = host.eval_sets
     if host.args.calibrate is False:
         return "calibrate=False"
     if isinstance(model.likelihood, Normal) or getattr(model.likelihood, "num_classes", 0) is None:
@@ -49,8 +48,8 @@ def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
         return "private_rows keeps the rows of every process apart"
     if host.eval_dataset is None:
         return "there is no eval_dataset"
-    if not sets.keys() & {"", "heldout"}:
-        return f"eval_dataset has several sets ({', '.join(map(str, sets))}) and none is named 'heldout'"
+    if heldout_name(host.eval_dataset) is None:
+        return f"eval_dataset has several sets ({', '.join(map(str, host.eval_sets))}) and none is named 'heldout'"
     if is_stream(HeldOutData(host).rows):
         return "eval_dataset is a stream, whose rows have no numbers"
     return None

@@ -212,6 +212,17 @@ def eval_sets(given: Any) -> dict[str, Any]:
     return given if isinstance(given, dict) else {"": given}
 
 
+def heldout_name(given: Any) -> str | None:
+    """Return which of the held-out data sets a run fits by: the only one, "", or of several the one named "heldout".
+
+    Args:
+        given: as for ``eval_sets``.
+    Returns:
+        None if there are several, and none of them has this name.
+    """
+    return next((name for name in ("", "heldout") if name in eval_sets(given)), None)
+
+
 def expected_updates(args: Any, train_dataset: Any) -> int | None:
     """Return about how many updates Trainer will make, before it has made a loader; None if that cannot be told.
 

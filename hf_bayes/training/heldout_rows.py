@@ -12,7 +12,7 @@ from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.posteriors.tasks import TASKS
-from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.compat import TrainerHost, heldout_name
 from hf_bayes.training.data_fingerprint import describe_rows
 from hf_bayes.training.refusals import refuse_other_heldout_rows, require_heldout
 
@@ -26,8 +26,9 @@ class HeldOutData:
     @property
     def rows(self) -> Any:
         """The data set."""
-        sets = self._host.eval_sets
-        return sets["" if "" in sets else "heldout"]
+        name = heldout_name(self._host.eval_dataset)
+        assert name is not None  # the callers have refused several sets without this name
+        return self._host.eval_sets[name]
 
     def check(self, model: BayesianModel, method: MethodConfig) -> None:
         """Check that the rows can be counted and have labels, before anything runs."""

@@ -13,7 +13,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import FinalPassResult, Info, Problem
 from hf_bayes.methods.recommended import recommended
 from hf_bayes.objectives.own_settings import Settings
-from hf_bayes.training.compat import TrainerHost, eval_sets, expected_updates
+from hf_bayes.training.compat import TrainerHost, eval_sets, expected_updates, heldout_name
 
 MAX_DEPARTURE = 1.1
 """The held-out NLL of the draws over that of the chosen rung, above which a run warns."""
@@ -31,8 +31,8 @@ def recommended_method(unit: str, args: Any, train_dataset: Any, eval_dataset: A
         train_dataset, eval_dataset: as the user gave them.
         inherits: True if the prior is another posterior.
     """
-    sets = eval_sets(eval_dataset)
-    rows = sets.get("", sets.get("heldout"))
+    name = heldout_name(eval_dataset)
+    rows = None if name is None else eval_sets(eval_dataset)[name]
     count = len(rows) if isinstance(rows, Sized) else None
     found, words = recommended(
         count,

@@ -12,7 +12,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
 from hf_bayes.objectives.private_rows import Stratum
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.compat import TrainerHost, eval_sets
+from hf_bayes.training.compat import TrainerHost, eval_sets, heldout_name
 
 _SHARED = (
     "seed", "data_seed", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
@@ -53,13 +53,13 @@ def require_heldout(dataset: Any, method: MethodConfig, *, unit: str) -> None:
     """
     setting = method.requirements.heldout_setting
     what = f"{method.name} with {setting} fits by the rows of eval_dataset"
-    sets = eval_sets(dataset)
-    if not sets.keys() & {"", "heldout"}:
+    sets, name = eval_sets(dataset), heldout_name(dataset)
+    if name is None:
         raise ValueError(
             f"{what}, and none of its data sets ({', '.join(sets)}) is named 'heldout': give this name to the data set "
             "to fit by. The metrics of the other data sets stay held out"
         )
-    dataset = sets.get("", sets.get("heldout"))
+    dataset = sets[name]
     if dataset is None:
         raise ValueError(f"{what}, got None: give eval_dataset=, or leave {setting} out")
     if is_stream(dataset):
