@@ -33,6 +33,7 @@ WORDS = {
     "num_steps": "updates of the run (max_steps, or num_train_epochs)",
     "rows_per_update": "rows in an update (per_device_train_batch_size, gradient_accumulation_steps)",
     FOUND: "the learning rate that the run has found",
+    "start": "the weights where runs start (a new head or adapter is random: call set_seed before the model is made)",
 }
 """Words for an error, by setting: for settings that are not arguments, with the arguments that determine them."""
 MAX_DIFFERENCES = 12
@@ -90,12 +91,10 @@ def load(
         FileNotFoundError, ValueError: as ``settings_of``; also for settings that differ, listed as saved and as given.
     """
     saved = settings_of(checkpoint)
-    lines = _differences(saved, json.loads(json.dumps(settings)))
-    if lines:
-        more = f"; and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
+    if words := differences(saved, settings):
         raise ValueError(
-            f"checkpoint {checkpoint} belongs to another run: {'; '.join(lines[:MAX_DIFFERENCES])}{more}. Resume with "
-            "the saved settings, or begin anew without resume_from_checkpoint"
+            f"checkpoint {checkpoint} belongs to another run: {words}. Resume with the saved settings, or begin anew "
+            "without resume_from_checkpoint"
         )
     files = _read(Path(checkpoint), [_chain_file(chain) for chain in chains])
     return {chain: files[_chain_file(chain)] for chain in chains}, saved
@@ -193,27 +192,32 @@ def _read_by_trainer(checkpoint: Path) -> list[Path]:
     return sorted(path for pattern in READ_BY_TRAINER for path in checkpoint.glob(pattern))
 
 
-def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Return one line for each setting that must not differ and does: settings of the run, then those of its base."""
+def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return the settings that must not differ and do, as saved and as given; empty if there are none.
+
+    The settings of the run come before the settings of its base.
+
+    Args:
+        saved: as JSON gives them back.
+        given: of this call.
+    """
+    given = json.loads(json.dumps(given))
     found = _differing(saved, given) - set(NOT_COMPARED)
     if found != {FOUND}:
         found -= {FOUND}
-    lines: list[str] = []
-    for name in sorted(found, key=lambda n: ("." in n, n)):
-        before, now = saved.get(name), given.get(name)
-        if name == "method" and isinstance(before, Mapping) and isinstance(now, Mapping):
-            lines += _of_method(before, now)
-        else:
-            lines.append(f"{WORDS.get(name, name)}: saved {before!r}, now {now!r}")
-    return lines
+    names = sorted(found, key=lambda n: ("." in n, n))
+    lines = [line for name in names for line in _lines(name, saved.get(name), given.get(name))]
+    more = f"; and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
+    return "; ".join(lines[:MAX_DIFFERENCES]) + more
 
 
-def _of_method(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Return one line for each field of a method that differs; for another method, which has other fields, its name."""
-    if saved.get("name") != given.get("name"):
-        return [f"method: saved {saved.get('name')!r}, now {given.get('name')!r}"]
-    names = sorted(_differing(saved, given))
-    return [f"method.{name}: saved {saved.get(name)!r}, now {given.get(name)!r}" for name in names]
+def _lines(name: str, saved: Any, given: Any) -> list[str]:
+    """Return a line for a setting that differs; of a method, one for each field, and its name if that differs."""
+    if isinstance(saved, Mapping) and isinstance(given, Mapping) and saved.get("name") == given.get("name"):
+        fields = sorted(_differing(saved, given))
+        return [f"{name}.{field}: saved {saved.get(field)!r:.300}, now {given.get(field)!r:.300}" for field in fields]
+    before, now = (value.get("name", value) if isinstance(value, Mapping) else value for value in (saved, given))
+    return [f"{WORDS.get(name, name)}: saved {before!r:.300}, now {now!r:.300}"]
 
 
 def _differing(saved: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:

@@ -38,10 +38,10 @@ def require_repeatable(name: str, model: Any, args: BayesianTrainingArguments) -
 
 
 @contextmanager
-def finished_run(
+def prepared_run(
     model: Any, method: MethodConfig, args: BayesianTrainingArguments, *, given: dict[str, Any], **changes: Any
 ) -> Iterator[BayesianTrainer]:
-    """Train without messages, logs and checkpoints, and yield the trainer; afterwards the model is given back.
+    """Yield a trainer that has not trained yet, without messages, logs and checkpoints; then give the model back.
 
     Args:
         model: a transformers or peft model.
@@ -59,10 +59,19 @@ def finished_run(
         trainer = BayesianTrainer(model=model, method=method, args=args, **given)
         trainer.remove_callback(PrinterCallback)  # single runs print nothing
         try:
-            trainer.train()
             yield trainer
         finally:
             trainer.bayesian.detach()
+
+
+@contextmanager
+def finished_run(
+    model: Any, method: MethodConfig, args: BayesianTrainingArguments, *, given: dict[str, Any], **changes: Any
+) -> Iterator[BayesianTrainer]:
+    """Train, and yield the trainer. The arguments are those of ``prepared_run``."""
+    with prepared_run(model, method, args, given=given, **changes) as trainer:
+        trainer.train()
+        yield trainer
 
 
 @contextmanager

@@ -16,7 +16,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.training import checkpoints, run_identity
 from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
+from hf_bayes.training.rows import TrainingRows
+from hf_bayes.training.setup import Setup
 
 
 class RunCheckpoints:
@@ -80,32 +83,18 @@ class RunCheckpoints:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run must share with the saved run."""
-        active, rows, setup, args = self._active, self._active.rows, self._active.setup, self._active.host.args
+        active, args = self._active, self._active.host.args
         if self._identity is None:
             self._identity = self._identify()
         return {
             **self._identity,
+            **settings_of_run(active.host, active.setup, active.rows),
             "method": active.method.to_dict(),
-            "prior": None if setup.inherited is None else setup.inherited.record["fingerprint"],
             "prior_mean": self._centre(),
             "num_updates": active.run.num_updates,
-            "num_rows": rows.num_rows,
-            "private_rows": None if rows.private is None else list(rows.private.sizes),
-            "num_data": rows.num_data,
-            "data_unit": args.data_unit,
-            "rows_per_update": rows.scale.rows_per_update,
-            "minibatch": args.minibatch,
-            "learning_rate": args.learning_rate,
             "found_rate": active.settings.found_rate,
-            "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
-            "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
-            "warmup_steps": args.warmup_steps,
-            "noise_std": args.noise_std,
             "probe_steps": args.probe_steps,  # probe values that were kept and new ones are one sequence
             "num_steps": active.problem.num_steps,
-            "seed": args.seed,
-            "data_seed": args.data_seed,
-            "parameters": [[name, list(shape)] for name, shape in setup.model.layout.named_shapes.items()],
             "device": args.device.type,  # generators of another kind draw other numbers, and take no state from these
         }
 
@@ -137,3 +126,28 @@ class RunCheckpoints:
         if self._active.method.prior_mean == "zero" or setup.inherited is not None:
             return "zero"
         return fingerprint_tensors([("prior_mean", setup.start)])
+
+
+def settings_of_run(host: TrainerHost, setup: Setup, rows: TrainingRows) -> dict[str, Any]:
+    """Return the settings of a trainer that decide its result, whatever the method; JSON-ready.
+
+    ``run_identity.identity`` has those of the model and of the content of the data.
+    """
+    args = host.args
+    return {
+        "prior": None if setup.inherited is None else setup.inherited.record["fingerprint"],
+        "num_rows": rows.num_rows,
+        "private_rows": None if rows.private is None else list(rows.private.sizes),
+        "num_data": rows.num_data,
+        "data_unit": args.data_unit,
+        "rows_per_update": rows.scale.rows_per_update,
+        "minibatch": args.minibatch,
+        "learning_rate": args.learning_rate,
+        "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
+        "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
+        "warmup_steps": args.warmup_steps,
+        "noise_std": args.noise_std,
+        "seed": args.seed,
+        "data_seed": args.data_seed,
+        "parameters": [[name, list(shape)] for name, shape in setup.model.layout.named_shapes.items()],
+    }
