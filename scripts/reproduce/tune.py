@@ -28,8 +28,8 @@ from hf_bayes import BayesianModelForSequenceClassification, BayesianTrainingArg
 from hf_bayes.cli.evaluation import evaluate
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import default_candidates
-from hf_bayes.training.tuning.record import Trial
-from hf_bayes.training.tuning.tune import trial_folder
+from hf_bayes.training.tuning.record import TuningTrial
+from hf_bayes.training.tuning.trials import trial_folder
 from scripts.reproduce.recommend import Arguments as TaskArguments
 from scripts.reproduce.recommend import tasks
 from scripts.reproduce.recommend_tasks import Task
@@ -71,13 +71,13 @@ def run(task: Task) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _trial(trial: TuningTrial) -> dict[str, Any]:
     """Return what the held-out rows say about a trial."""
     told = {"failure": trial.failure} if trial.failure else {"heldout_nll": trial.mean_nll}
     return {"method": trial.name, "gradients": trial.gradients, "cost": trial.cost, **told}
 
 
-def _tested(task: Task, trial: Trial, directory: Path) -> dict[str, Any]:
+def _tested(task: Task, trial: TuningTrial, directory: Path) -> dict[str, Any]:
     """Return what held-out and test rows say about a trial of a finalist."""
     if trial.failure:
         return _trial(trial)

@@ -66,8 +66,17 @@ CALIBRATION = (
     Fault("members: a live model is saved and merged without them", "members/engine.py",
           "self.weight_methods.install()", "pass",
           ("members/test_weight_methods.py::test_a_peft_model_with_members_is_neither_saved_nor_merged",)),
-    Fault("tuning: a second call runs everything again", "training/tuning/tune.py",
+    Fault("tuning: a second call runs everything again", "training/tuning/trials.py",
           "found = self._record.find(candidate.name, gradients)", "found = None",
           ("training/tuning/test_tune.py::test_a_second_call_repeats_no_run",)),
+    Fault("tuning: runs that start elsewhere are taken", "training/tuning/identity.py",
+          'fingerprint_tensors([("start", setup.start)])', '""',
+          ("training/tuning/test_identity.py::test_another_tuning_is_refused_by_what_differs",)),
+    Fault("tuning: the settings of runs are not compared", "training/tuning/identity.py",
+          "**settings_of_run(host, setup, rows),", "",
+          ("training/tuning/test_identity.py::test_another_tuning_is_refused_by_what_differs",)),
+    Fault("tuning: a failure is final", "training/tuning/trials.py",
+          "if found is not None and found.failure:", "if False:",
+          ("training/tuning/test_trials.py::test_a_failed_run_is_tried_again_by_a_later_call",)),
 )
 # fmt: on

@@ -10,14 +10,14 @@ from typing import Any
 from datasets import Dataset
 
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.training.tuning.record import Trial
+from hf_bayes.training.tuning.record import TuningTrial
 from hf_bayes.uncertainty.likelihoods import Categorical
 
 _COLUMNS = ("labels", "label")
 """The columns in which transformers' collators find the labels of a row."""
 
 
-def guess(model: BayesianModel, train_dataset: Any, eval_dataset: Any) -> Trial | None:
+def guess(model: BayesianModel, train_dataset: Any, eval_dataset: Any) -> TuningTrial | None:
     """Return a trial that predicts every held-out row by the label frequencies of all other rows.
 
     Each class counts once more than it occurs, so that a label without other rows has a probability.
@@ -36,10 +36,10 @@ def guess(model: BayesianModel, train_dataset: Any, eval_dataset: Any) -> Trial 
     counts = Counter([*train, *heldout])
     total = counts.total() - 1 + model.num_outputs  # without the row itself, and each class once more
     nll = [math.log(total / counts[label]) for label in heldout]
-    return Trial("guessing by label frequencies", 0, 0.0, 0, {}, nll, [1] * len(nll))
+    return TuningTrial("guessing by label frequencies", 0, 0.0, 0, {}, nll, [1] * len(nll))
 
 
-def warning(chosen: Trial, guessed: Trial | None) -> str:
+def warning(chosen: TuningTrial, guessed: TuningTrial | None) -> str:
     """Return a sentence, with a space before it, if a trial is no better than guessing by one standard error."""
     if guessed is None or len(guessed.nll) != len(chosen.nll):
         return ""

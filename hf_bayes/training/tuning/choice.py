@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from hf_bayes.training.tuning.candidates import PLAIN
-from hf_bayes.training.tuning.record import Trial
+from hf_bayes.training.tuning.record import TuningTrial
 
 
-def best_of(trials: Sequence[Trial]) -> Trial:
+def best_of(trials: Sequence[TuningTrial]) -> TuningTrial:
     """Return the cheapest trial whose NLL is within one standard error of the lowest one.
 
     Cheaper means fewer forward passes of a prediction, and then a lower NLL.
@@ -28,12 +28,12 @@ def best_of(trials: Sequence[Trial]) -> Trial:
     return min(near, key=lambda trial: (trial.cost, trial.mean_nll))
 
 
-def _within(trial: Trial, lowest: Trial) -> bool:
+def _within(trial: TuningTrial, lowest: TuningTrial) -> bool:
     difference, error = trial.difference(lowest)
     return difference <= error
 
 
-def sentence(chosen: Trial, trials: Sequence[Trial]) -> str:
+def sentence(chosen: TuningTrial, trials: Sequence[TuningTrial]) -> str:
     """Return the result in up to three sentences."""
     finished = [trial for trial in trials if math.isfinite(trial.mean_nll)]
     plain = [trial for trial in finished if trial.name.startswith(PLAIN)]
@@ -59,7 +59,7 @@ def sentence(chosen: Trial, trials: Sequence[Trial]) -> str:
     return text
 
 
-def as_table(trials: Sequence[Trial], chosen: Trial) -> Table:
+def as_table(trials: Sequence[TuningTrial], chosen: TuningTrial) -> Table:
     """Return the trials as a table, best first. ``t`` is the temperature, ``cost`` the forward passes."""
     table = Table(title="Held-out rows", title_justify="left", box=None, padding=(0, 1, 0, 0))
     failures = [f"{trial.name} failed: {trial.failure}" for trial in trials if trial.failure]

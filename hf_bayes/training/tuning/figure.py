@@ -6,10 +6,10 @@ import math
 import os
 from collections.abc import Sequence
 
-from hf_bayes.training.tuning.record import Trial
+from hf_bayes.training.tuning.record import TuningTrial
 
 
-def draw(rounds: Sequence[Sequence[Trial]], chosen: Trial, path: str | os.PathLike[str]) -> None:
+def draw(rounds: Sequence[Sequence[TuningTrial]], chosen: TuningTrial, path: str | os.PathLike[str]) -> None:
     """Write a PNG with the held-out NLL of each trial, and the standard error of its difference to the chosen one.
 
     Args:

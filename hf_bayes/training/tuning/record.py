@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
+from hf_bayes.training.checkpoints import differences
 
 RECORD = "tuning.json"
 
 
-class Trial(NamedTuple):
+class TuningTrial(NamedTuple):
     """One run of a candidate.
 
     Attributes:
@@ -47,7 +48,7 @@ class Trial(NamedTuple):
         """The NLL of every row, for paired comparisons."""
         return RowScores(np.array(self.nll), np.array(self.terms, dtype=np.int64))
 
-    def difference(self, other: Trial) -> tuple[float, float]:
+    def difference(self, other: TuningTrial) -> tuple[float, float]:
         """Return the NLL minus the other's, and the standard error of this difference over rows."""
         error = difference_std_error(self.rows, other.rows)
         return self.mean_nll - other.mean_nll, float("nan") if error is None else error
@@ -58,31 +59,29 @@ class TuningRecord:
 
     Args:
         directory: the folder of the file.
-        identity: what the trials have in common: data, model and settings.
+        identity: what the trials have in common (``tuning_identity``).
     Raises:
-        ValueError: if the folder holds the record of another tuning.
+        ValueError: if the folder holds the record of another tuning, naming what differs.
     """
 
     def __init__(self, directory: Path, identity: dict[str, Any]) -> None:
         self._path, self._identity = directory / RECORD, identity
-        self._trials: dict[tuple[str, int], Trial] = {}
+        self._trials: dict[tuple[str, int], TuningTrial] = {}
         if not self._path.exists():
             return
         content = json.loads(self._path.read_text(encoding="utf-8"))
-        if content["identity"] != identity:
-            changed = sorted(key for key in identity if content["identity"].get(key) != identity[key])
+        if words := differences(content["identity"], identity):
             raise ValueError(
-                f"{self._path} is the record of a tuning with other {', '.join(changed)}: choose another output_dir, "
-                "or remove the file"
+                f"{self._path} is the record of another tuning: {words}. Choose another output_dir, or remove the file"
             )
         for entry in content["trials"]:
-            self._keep(Trial(**entry))
+            self._keep(TuningTrial(**entry))
 
-    def find(self, name: str, gradients: int) -> Trial | None:
-        """Return a finished trial; None if there is none."""
+    def find(self, name: str, gradients: int) -> TuningTrial | None:
+        """Return the trial of an earlier call, which may have failed; None if there is none."""
         return self._trials.get((name, gradients))
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: TuningTrial) -> None:
         """Store a finished trial. A crash leaves the old or the new file."""
         self._keep(trial)
         content = {"identity": self._identity, "trials": [trial._asdict() for trial in self._trials.values()]}
@@ -90,7 +89,7 @@ class TuningRecord:
         new.write_text(json.dumps(content), encoding="utf-8")
         os.replace(new, self._path)
 
-    def _keep(self, trial: Trial) -> None:
+    def _keep(self, trial: TuningTrial) -> None:
         self._trials[trial.name, trial.gradients] = trial
 
     @classmethod

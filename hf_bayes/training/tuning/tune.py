@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,18 +10,21 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from tqdm import tqdm
 
-from hf_bayes.models.attaching import attach
+from hf_bayes.core.number_checks import is_count
+from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.objectives.data_rows import is_stream, require_dataset
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.data_fingerprint import describe_rows
-from hf_bayes.training.repeated_runs import finished_run, require_repeatable
+from hf_bayes.training.data_fingerprint import undisturbed
+from hf_bayes.training.repeated_runs import prepared_run, require_repeatable
 from hf_bayes.training.tuning import chance
 from hf_bayes.training.tuning.candidates import Candidate, default_candidates
 from hf_bayes.training.tuning.choice import as_table, best_of, sentence
 from hf_bayes.training.tuning.figure import draw
-from hf_bayes.training.tuning.record import Trial, TuningRecord
+from hf_bayes.training.tuning.identity import tuning_identity
+from hf_bayes.training.tuning.record import TuningRecord, TuningTrial
+from hf_bayes.training.tuning.trials import Trials, folder_name
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 NUM_FINALISTS = 4
@@ -37,8 +38,6 @@ LEAST_UPDATES = 40
 
 LEAST_ROWS = 200
 """The smallest number of held-out rows. A smaller set could not tell methods apart that differ by .05 nats."""
-
-KEPT = ("nll", "accuracy", "ece", "brier", "total", "epistemic", "member_nll")
 
 
 class _Plan(NamedTuple):
@@ -82,9 +81,9 @@ class Tuning(NamedTuple):
     """
 
     posterior: Posterior
-    chosen: Trial
-    rounds: tuple[tuple[Trial, ...], ...]
-    kept: tuple[Trial, ...]
+    chosen: TuningTrial
+    rounds: tuple[tuple[TuningTrial, ...], ...]
+    kept: tuple[TuningTrial, ...]
     sentence: str
 
 
@@ -107,11 +106,13 @@ def tune(
     of weights, run again with four times as much, together with those that need such a long run. Each run fits the
     temperature of its mixture on the held-out rows. Of both runs of these methods, the cheapest within one standard
     error of the lowest NLL is chosen: a longer run may be worse. Finished runs are kept in ``output_dir``, so a call
-    that was interrupted goes on where it was.
+    that was interrupted goes on where it was, and tries again what failed. Runs of another model, other data or other
+    settings are not taken: such a call is refused.
 
     Args:
         model: a transformers or peft model. Each run attaches it, and it is given back as it was.
-        args: as for ``BayesianTrainer``. Their number of updates is not used if ``budget`` is given.
+        args: as for ``BayesianTrainer``. Their number of updates is not used if ``budget`` is given, and their learning
+            rate never: a candidate has its own.
         train_dataset, data_collator, processing_class, subspace, likelihood: as for ``BayesianTrainer``.
         eval_dataset: at least 200 held-out rows with a length. They decide, so test rows must be others.
         budget: minibatch gradients of all runs together; None means ten times the gradients that ``args`` give to
@@ -121,27 +122,24 @@ def tune(
         The posterior of the chosen candidate, its trial, all trials by round (NLLs in nats per likelihood term), and
         the result in words.
     Raises:
-        ValueError: before the first run: for an attached model, a budget or held-out rows that are too few, several
-            processes, or a record of another tuning in ``output_dir``.
+        ValueError: before the first run: for an attached model, data that the model cannot take, a budget or held-out
+            rows that are too few, several processes, or a record of another tuning in ``output_dir``, naming what
+            differs. After the last run: if all candidates failed.
     """
     require_repeatable("tune", model, args)
-    _check(eval_dataset)
-    with attach(model, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood) as bayesian:
-        rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
-        guessed = chance.guess(bayesian, train_dataset, eval_dataset)
-    _check_names(rows)
-    plan = _plan(rows, args, budget, len(train_dataset))
+    _check(train_dataset, eval_dataset)
     given = {
         "train_dataset": train_dataset, "eval_dataset": eval_dataset, "data_collator": data_collator,
         "processing_class": processing_class, "subspace": subspace, "likelihood": likelihood,
     }  # fmt: skip
-    record = TuningRecord.open(str(args.output_dir), _identity(rows, args, **given))
-    trials = _Trials(model, args, given, record)
+    rows, plan, identity, guessed = _prepare(model, args, given, budget, candidates)
+    trials = Trials(model, args, given, TuningRecord.open(str(args.output_dir), identity))
     first, second = _run_rounds(trials, plan, show=not args.disable_tqdm)
     finalists = {trial.name for trial in second}
     kept = (*(trial for trial in first if trial.name in finalists), *second)
     chosen = best_of(kept)
-    posterior = Posterior.from_pretrained(trials.folder(chosen))
+    by_name = {candidate.name: candidate for candidate in rows}
+    posterior = trials.posterior(by_name[chosen.name], chosen.gradients)
     posterior.save_pretrained(str(args.output_dir))
     text = sentence(chosen, kept) + chance.warning(chosen, guessed)
     draw((first, second), chosen, Path(str(args.output_dir)) / "tuning.png")
@@ -150,95 +148,34 @@ def tune(
     return Tuning(posterior, chosen, (first, second), kept, text)
 
 
-def trial_folder(output_dir: Path, name: str, gradients: int) -> Path:
-    """Return the folder in which a tuning keeps the posterior of a finalist's trial."""
-    return output_dir / "finalists" / f"{_folder_name(name)}_{gradients}"
-
-
-def _folder_name(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
-
-
-def _identity(
-    rows: Sequence[Candidate],
+def _prepare(
+    model: Any,
     args: BayesianTrainingArguments,
-    *,
-    train_dataset: Any,
-    eval_dataset: Any,
-    data_collator: Any,
-    subspace: str,
-    likelihood: LikelihoodConfig | None,
-    **others: Any,
-) -> dict[str, Any]:
-    """Return the data and settings that a call must have in common with the earlier calls whose runs it takes."""
-    collate = data_collator or (lambda rows: rows)
-    return {
-        "rows": describe_rows(train_dataset, collate, seed=args.seed), "num_rows": len(train_dataset),
-        "held-out rows": describe_rows(eval_dataset, collate, seed=args.seed), "num_heldout": len(eval_dataset),
-        "seed": args.seed, "batch": args.per_device_train_batch_size, "subspace": subspace,
-        "likelihood": None if likelihood is None else likelihood.to_dict(),
-        "methods": {c.name: [c.method.to_dict(), c.learning_rate] for c in rows},
-    }  # fmt: skip
+    given: dict[str, Any],
+    budget: int | None,
+    candidates: Sequence[Candidate] | Callable[[BayesianModel], Sequence[Candidate]],
+) -> tuple[tuple[Candidate, ...], _Plan, dict[str, Any], TuningTrial | None]:
+    """Return the candidates, their plan, the identity of the tuning, and the comparison with guessing.
+
+    The trainer of a run finds the collator, the columns and the settings that every run has, and refuses bad data.
+
+    Raises:
+        ValueError: for anything that would make every run fail, and as ``_check_names`` and ``_plan``.
+    """
+    data = given["train_dataset"], given["eval_dataset"]
+    with (
+        undisturbed(*data, given["data_collator"]),
+        prepared_run(model, MAPConfig(), args, given=given, learning_rate=None) as trainer,
+    ):
+        rows = tuple(candidates(trainer.bayesian) if callable(candidates) else candidates)
+        _check_names(rows)
+        plan = _plan(rows, args, budget, len(given["train_dataset"]))
+        return rows, plan, tuning_identity(trainer, rows), chance.guess(trainer.bayesian, *data)
 
 
-class _Trials:
-    """Runs of candidates on one model."""
-
-    def __init__(
-        self, model: Any, args: BayesianTrainingArguments, given: dict[str, Any], record: TuningRecord
-    ) -> None:
-        self._model, self._args, self._given, self._record = model, args, given, record
-
-    def folder(self, trial: Trial) -> Path:
-        """Return the folder of a trial's posterior."""
-        return trial_folder(Path(str(self._args.output_dir)), trial.name, trial.gradients)
-
-    def remove_others(self, trials: Sequence[Trial], finalists: Sequence[Candidate]) -> None:
-        """Remove the posteriors of trials whose candidates are no finalists."""
-        names = {candidate.name for candidate in finalists}
-        for trial in trials:
-            if trial.name not in names:
-                shutil.rmtree(self.folder(trial), ignore_errors=True)
-
-    def run(self, candidate: Candidate, gradients: int, bar: Any) -> Trial:
-        """Return the trial of a candidate, finished now or by an earlier call. Its posterior is saved."""
-        bar.set_postfix_str(candidate.name)
-        found = self._record.find(candidate.name, gradients)
-        if found is None:
-            begin = time.perf_counter()
-            try:
-                metrics, nll, terms = self._train(candidate, gradients)
-                failure = ""
-            except (ValueError, FloatingPointError) as error:  # one candidate must not end the others
-                metrics, nll, terms, failure = {}, [], [], str(error)
-            seconds = time.perf_counter() - begin
-            found = Trial(candidate.name, gradients, seconds, candidate.cost, metrics, nll, terms, failure)
-            self._record.add(found)
-        bar.update(gradients)
-        return found
-
-    def _train(self, candidate: Candidate, gradients: int) -> tuple[dict[str, float], list[float], list[int]]:
-        updates = gradients // candidate.gradients_per_update // self._args.gradient_accumulation_steps
-        changes = {
-            "output_dir": str(trial_folder(Path(str(self._args.output_dir)), candidate.name, gradients)),
-            "learning_rate": candidate.learning_rate, "max_steps": max(1, updates),
-        }  # fmt: skip
-        with finished_run(self._model, candidate.method, self._args, given=self._given, **changes) as trainer:
-            trainer.evaluate()
-            trainer.save_model()
-            evaluation = trainer.outcome.evaluator.last["eval"]
-            assert evaluation.rows is not None
-            metrics = {name: evaluation.metrics[name] for name in KEPT if name in evaluation.metrics}
-            temperature = trainer.posterior.config.calibration.get("temperature", 1.0)
-            return (
-                {**metrics, "temperature": temperature},
-                [round(value, 6) for value in evaluation.rows.nll.tolist()], evaluation.rows.terms.tolist(),
-            )  # fmt: skip
-
-
-def _run_rounds(trials: _Trials, plan: _Plan, *, show: bool) -> tuple[tuple[Trial, ...], tuple[Trial, ...]]:
+def _run_rounds(trials: Trials, plan: _Plan, *, show: bool) -> tuple[tuple[TuningTrial, ...], tuple[TuningTrial, ...]]:
     """Return the trials of the first round, and those of the finalists with ``SHARE`` times the gradients."""
-    first: tuple[Trial, ...] = ()
+    first: tuple[TuningTrial, ...] = ()
     with tqdm(total=plan.parts * plan.per_trial, unit="gradient", desc="tuning", disable=not show) as bar:
         for candidate in plan.early:
             first = (*first, trials.run(candidate, plan.per_trial, bar))
@@ -252,14 +189,19 @@ def _run_rounds(trials: _Trials, plan: _Plan, *, show: bool) -> tuple[tuple[Tria
 def _check_names(rows: Sequence[Candidate]) -> None:
     """Check that there are candidates, and that no two have the same name, or the same folder."""
     names = [candidate.name for candidate in rows]
-    if not rows or len({_folder_name(name) for name in names}) < len(names):
+    if not rows or len({folder_name(name) for name in names}) < len(names):
         raise ValueError(
             f"tune needs candidates with names of their own, got {names}: choose names that differ in letters or digits"
         )
 
 
-def _check(eval_dataset: Any) -> None:
-    """Check the held-out rows."""
+def _check(train_dataset: Any, eval_dataset: Any) -> None:
+    """Check that the training rows can be counted, and that there are enough held-out rows."""
+    require_dataset(train_dataset, "train_dataset")
+    if is_stream(train_dataset):
+        raise ValueError(
+            f"tune runs every method on the same rows, and {type(train_dataset).__name__} has no length: materialise it"
+        )
     if eval_dataset is None or isinstance(eval_dataset, dict) or is_stream(eval_dataset):
         raise ValueError(
             f"tune chooses by eval_dataset, one data set with a length, got {type(eval_dataset).__name__}: give "
@@ -279,6 +221,8 @@ def _plan(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: in
     Raises:
         ValueError: if a chain would have too few updates.
     """
+    if budget is not None and not is_count(budget):
+        raise ValueError(f"budget must be a number of minibatch gradients, an integer >= 1, got {budget!r}")
     chains = max(candidate.method.num_chains for candidate in rows)
     accumulation = args.gradient_accumulation_steps
     if budget is None:
@@ -314,7 +258,7 @@ def _rounds(rows: Sequence[Candidate], accumulation: int, budget: int) -> _Plan:
     return plan
 
 
-def _finalists(rows: Sequence[Candidate], trials: Sequence[Trial]) -> list[Candidate]:
+def _finalists(rows: Sequence[Candidate], trials: Sequence[TuningTrial]) -> list[Candidate]:
     """Return the candidates of the second round: those of the lowest NLL, and the best with one forward pass.
 
     Args:
@@ -323,7 +267,7 @@ def _finalists(rows: Sequence[Candidate], trials: Sequence[Trial]) -> list[Candi
     """
     order = sorted(range(len(trials)), key=lambda index: trials[index].mean_nll)
     best = order[:NUM_FINALISTS]
-    single = [index for index in order if rows[index].cost == 1][:1]
+    single = [index for index in order if rows[index].cost == 1 and math.isfinite(trials[index].mean_nll)][:1]
     if single and single[0] not in best:
         best = [*best[: NUM_FINALISTS - 1], single[0]]
     return [rows[index] for index in best]

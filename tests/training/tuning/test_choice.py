@@ -10,13 +10,13 @@ from rich.console import Console
 
 from hf_bayes.training.tuning.candidates import PLAIN
 from hf_bayes.training.tuning.choice import as_table, best_of, sentence
-from hf_bayes.training.tuning.record import Trial
+from hf_bayes.training.tuning.record import TuningTrial
 from tests.training.tuning.test_record import trial
 
 NOISE = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def scored(name: str, gain: float, cost: int, noise: float = 1.0) -> Trial:
+def scored(name: str, gain: float, cost: int, noise: float = 1.0) -> TuningTrial:
     """Return a trial whose NLL is below the plain one's by ``gain``, with a standard error of noise / 20."""
     own = NOISE - NOISE.mean()
     nll = 1 - gain + (0 if name == PLAIN else noise) * own / own.std()

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from hf_bayes.training.tuning.record import RECORD, Trial, TuningRecord
+from hf_bayes.training.tuning.record import RECORD, TuningRecord, TuningTrial
 
 
-def trial(name: str = "map", gradients: int = 100, nll: list[float] | None = None, **changes) -> Trial:
+def trial(name: str = "map", gradients: int = 100, nll: list[float] | None = None, **changes) -> TuningTrial:
     """Return a trial on four rows of one term each."""
     values = [0.5, 0.7, 0.2, 0.6] if nll is None else nll
-    return Trial(name, gradients, 2.0, 1, {"accuracy": 0.5, "temperature": 0.8}, values, [1] * len(values))._replace(
-        **changes
-    )
+    return TuningTrial(
+        name, gradients, 2.0, 1, {"accuracy": 0.5, "temperature": 0.8}, values, [1] * len(values)
+    )._replace(**changes)
 
 
 def test_a_record_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -29,8 +29,16 @@ def test_a_record_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_the_record_of_another_tuning_is_refused(tmp_path: Path) -> None:
     TuningRecord.open(tmp_path, {"seed": 1, "rows": "a"}).add(trial())
-    with pytest.raises(ValueError, match=r"record of a tuning with other rows: choose another output_dir"):
+    with pytest.raises(
+        ValueError, match=r"record of another tuning: rows: saved 'a', now 'b'\. Choose another output_dir"
+    ):
         TuningRecord.open(tmp_path, {"seed": 1, "rows": "b"})
+
+
+def test_an_identity_is_compared_as_json_gives_it_back(tmp_path: Path) -> None:
+    identity = {"candidate a": {"name": "sghmc", "ladder": {"temperature": (1, 0.3)}}}
+    TuningRecord.open(tmp_path, identity).add(trial())
+    assert TuningRecord.open(tmp_path, identity).find("map", 100) == trial()
 
 
 def test_a_crash_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,47 +14,19 @@ from datasets import Dataset
 from transformers import default_data_collator
 
 from hf_bayes import Posterior, attach
-from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.training.tuning import trials as trials_module
 from hf_bayes.training.tuning import tune as module
 from hf_bayes.training.tuning.candidates import Candidate
-from hf_bayes.training.tuning.tune import Tuning, trial_folder, tune
+from hf_bayes.training.tuning.trials import Trials, trial_folder
+from hf_bayes.training.tuning.tune import Tuning, tune
 from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
 from tests import runs
 from tests.tiny_models import tiny_bert
 from tests.training.test_custom_likelihoods import lstm, rows
-
-CANDIDATES = (
-    Candidate("slow", MAPConfig(prior_std=1.0), 1e-6),
-    Candidate("plain fine-tuning", MAPConfig(prior_std=1.0), 3e-2),
-    Candidate("ensemble", EnsembleConfig(num_chains=2, prior_std=1.0), 3e-2, cost=2),
-    Candidate("impossible", HMCConfig(num_chains=2)),
-)
-
-
-def learnable(count: int, seed: int) -> Dataset:
-    """Return rows of one token six times, with two classes of tokens."""
-    rows = runs.token_rows(count, length=1, seed=seed)
-    repeated = [{name: 6 * value for name, value in row.items()} for row in rows]
-    return Dataset.from_list([{**row, "labels": int(row["input_ids"][0] > 10)} for row in repeated])
-
-
-def call(directory: Path, candidates: Sequence[Candidate] = CANDIDATES, **changes: Any) -> Tuning:
-    args = runs.arguments(directory, learning_rate=None, per_device_eval_batch_size=100, per_device_train_batch_size=8)
-    given: dict[str, Any] = {"train_dataset": learnable(80, 0), "eval_dataset": learnable(200, 1), "budget": 4000}
-    return tune(
-        tiny_bert(), args, candidates=candidates, subspace="last_layer", data_collator=default_data_collator,
-        **given | changes,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tuning]:
-    directory = tmp_path_factory.mktemp("tuned")
-    return directory, call(directory)
+from tests.training.tuning.tuned import CANDIDATES, arguments, call, learnable, only_failing
 
 
 def test_the_best_posterior_is_saved_with_its_temperature(tuned: tuple[Path, Tuning]) -> None:
@@ -119,13 +91,13 @@ def test_the_budget_of_a_refusal_is_enough(budget: int) -> None:
 
 
 def test_the_shorter_run_is_kept_if_the_longer_one_is_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = module._Trials._train
+    train = Trials._train
 
     def worse_with_time(self: Any, candidate: Candidate, gradients: int) -> Any:
         metrics, nll, terms = train(self, candidate, gradients)
         return metrics, [nats + gradients / 1000 for nats in nll], terms
 
-    monkeypatch.setattr(module._Trials, "_train", worse_with_time)
+    monkeypatch.setattr(Trials, "_train", worse_with_time)
     result = call(tmp_path, CANDIDATES[1:2], budget=1000)
     short, long = (
         Posterior.from_pretrained(trial_folder(tmp_path, "plain fine-tuning", gradients)).approximation.theta
@@ -140,15 +112,12 @@ def test_the_shorter_run_is_kept_if_the_longer_one_is_worse(tmp_path: Path, monk
 
 def test_a_second_call_repeats_no_run(tuned: tuple[Path, Tuning], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, result = tuned
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a finished run is kept")
-
-    monkeypatch.setattr(module, "finished_run", refuse)
+    names = only_failing(monkeypatch, ValueError("still impossible"), "hmc")
     again = call(directory)
-    assert (again.rounds, again.chosen) == (result.rounds, result.chosen)
-    with pytest.raises(ValueError, match="record of a tuning with other methods"):
-        call(directory, CANDIDATES[:3])
+    assert names == ["hmc", "hmc"]  # in both rounds
+    assert again.chosen == result.chosen
+    for before, now in zip(result.rounds, again.rounds, strict=True):
+        assert [trial for trial in now if not trial.failure] == [trial for trial in before if not trial.failure]
 
 
 def test_a_choice_no_better_than_guessing_is_said(tmp_path: Path) -> None:
@@ -163,11 +132,7 @@ def test_a_choice_no_better_than_guessing_is_said(tmp_path: Path) -> None:
 def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
     model = tiny_bert()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    args = runs.arguments(tmp_path, learning_rate=None, per_device_eval_batch_size=100, per_device_train_batch_size=8)
-    tune(
-        model, args, train_dataset=learnable(80, 0), eval_dataset=learnable(200, 1), budget=400,
-        candidates=CANDIDATES[1:2], subspace="last_layer", data_collator=default_data_collator,
-    )  # fmt: skip
+    call(tmp_path, CANDIDATES[1:2], model=model, budget=400)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -178,6 +143,13 @@ def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
         ({"eval_dataset": learnable(199, 1)}, r"199 rows, too few to choose by.* at least 200 .*--validation_fraction"),
         ({"eval_dataset": None}, "one data set with a length, got NoneType"),
         ({"eval_dataset": {"a": learnable(200, 1)}}, "one data set with a length, got dict"),
+        ({"train_dataset": iter(learnable(80, 0))}, "generator has no length: materialise it"),
+        ({"train_dataset": None}, "train_dataset must be a list or data set of rows"),
+        (
+            {"eval_dataset": learnable(200, 1).map(lambda row: {"labels": 7})},
+            "row 0 of eval_dataset has a label outside",
+        ),
+        ({"budget": 1e4}, "budget must be a number of minibatch gradients, an integer >= 1, got 10000.0"),
         ({"budget": 1000}, r"budget=1,000 gradients give 25 updates to each of 2 chains.*give at least 1,600"),
         ({"candidates": CANDIDATES[:1] * 2}, r"names of their own, got \['slow', 'slow'\]"),
         ({"candidates": ()}, r"names of their own, got \[\]"),
@@ -197,11 +169,6 @@ def test_an_attached_model_is_refused(tmp_path: Path) -> None:
     model = attach(tiny_bert(), subspace="last_layer")
     with pytest.raises(ValueError, match="got an attached BayesianModelForSeq"):
         tune(model, runs.arguments(tmp_path), train_dataset=learnable(80, 0), eval_dataset=learnable(200, 1))
-
-
-def test_other_heldout_rows_are_another_tuning(tuned: tuple[Path, Tuning]) -> None:
-    with pytest.raises(ValueError, match="record of a tuning with other held-out rows: choose"):
-        call(tuned[0], eval_dataset=learnable(200, 2))
 
 
 def test_single_runs_print_nothing_and_finalists_are_saved(
@@ -230,6 +197,8 @@ def test_the_best_single_set_of_weights_always_runs_again() -> None:
     trials = [runs_of(str(index), nll) for index, nll in enumerate((0.1, 0.2, 0.3, 0.4, 0.9, 0.8))]
     assert [row.name for row in module._finalists(rows, trials)] == ["0", "1", "2", "5"]
     assert [row.name for row in module._finalists(rows, trials[:5])] == ["0", "1", "2", "4"]
+    failed = [trial._replace(nll=[], failure="diverged") for trial in trials[4:]]
+    assert [row.name for row in module._finalists(rows, [*trials[:4], *failed])] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -249,14 +218,14 @@ def runs_of(name: str, nll: float) -> Any:
 
 def test_methods_are_compared_under_a_likelihood(tmp_path: Path) -> None:
     data = rows(200)
-    args = runs.arguments(tmp_path, learning_rate=None, per_device_eval_batch_size=100, per_device_train_batch_size=8)
+    args = arguments(tmp_path)
     options: dict[str, Any] = {"train_dataset": data, "eval_dataset": data, "data_collator": default_data_collator}
     result = tune(lstm(2), args, candidates=CANDIDATES[1:3], budget=1600, likelihood=Heteroscedastic(), **options)
     assert all(trial.failure == "" for trial in result.rounds[1])
     saved = Posterior.from_pretrained(tmp_path)
     assert saved.config.head["likelihood"] == Heteroscedastic().to_dict()
     assert result.chosen.mean_nll == pytest.approx(saved.config.metrics["nll"], rel=1e-4)
-    with pytest.raises(ValueError, match="record of a tuning with other likelihood"):
+    with pytest.raises(ValueError, match="record of another tuning: likelihood: saved"):
         tune(lstm(2), args, candidates=CANDIDATES[1:3], budget=1600, likelihood=Heteroscedastic(min_std=0.1), **options)
 
 
@@ -269,7 +238,7 @@ def test_a_budget_counts_the_gradients_of_pairs(tmp_path: Path, monkeypatch: pyt
         raise ValueError("not run")
         yield
 
-    monkeypatch.setattr(module, "finished_run", run)
+    monkeypatch.setattr(trials_module, "finished_run", run)
     methods = [MeanFieldConfig(num_chains=2, num_draws=k) for k in (1, 2)]
     pairs = [Candidate(str(method.num_draws), method) for method in methods]
     with pytest.raises(ValueError, match="no candidate ran to its end"):
