@@ -24,7 +24,9 @@ def fingerprint_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
         flat = tensor.detach().reshape(-1)
         stride = -(-flat.numel() // MAX_ELEMENTS) or 1
-        digest.update(flat[::stride].contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        # a copy, since ``contiguous()`` keeps the stride of a single element in a column, which has no view as bytes
+        values = flat[::stride].clone(memory_format=torch.contiguous_format).cpu()
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

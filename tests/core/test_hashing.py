@@ -33,6 +33,11 @@ def test_every_dtype_has_a_fingerprint(dtype: torch.dtype) -> None:
     assert len(fingerprint_tensors([("a", torch.ones(3, dtype=dtype)), ("scalar", torch.tensor(1.0))])) == 64
 
 
+def test_a_single_element_of_a_row_has_a_fingerprint() -> None:
+    row = torch.arange(4.0)[None]  # the column of a scalar parameter has the stride of the row
+    assert fingerprint_tensors([("a", row[:, 2])]) == fingerprint_tensors([("a", torch.tensor([2.0]))])
+
+
 def test_large_tensors_are_hashed_where_they_are_spread() -> None:
     large = torch.zeros(MAX_ELEMENTS + 1)
     before = fingerprint_tensors([("large", large)])
