@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -20,7 +23,7 @@ def predictions_of(head: StudentHead, targets: Targets, output: Output) -> Predi
     return Prediction(torch.cat([one.log_probs for one in found]), Uncertainty(*parts))
 
 
-def report_of(heldout: Targets, head: StudentHead, output: Output, other: Targets | None) -> dict[str, float]:
+def report_of(heldout: Targets, head: StudentHead, output: Output, other: Targets | None) -> dict[str, float | None]:
     """Return the figures of the held-out terms.
 
     Args:
@@ -28,6 +31,7 @@ def report_of(heldout: Targets, head: StudentHead, output: Output, other: Target
     Returns:
         kl: mean KL(mixture || student) in nats. total_correlation, epistemic_correlation: rank correlations with the
         mixture's. epistemic_ratio: mean EU over the mixture's. With ``other``: auroc, and teacher_auroc of the mixture.
+        A figure is None where it is not defined, as a correlation with an uncertainty that is the same everywhere.
     """
     found = predictions_of(head, heldout, output)
     total = heldout.aleatoric + heldout.epistemic
@@ -37,20 +41,21 @@ def report_of(heldout: Targets, head: StudentHead, output: Output, other: Target
         "epistemic_correlation": rank_correlation(heldout.epistemic, found.uncertainty.epistemic),
         "epistemic_ratio": float(found.uncertainty.epistemic.mean() / heldout.epistemic.mean()),
     }
-    if other is None:
-        return report
-    elsewhere = predictions_of(head, other, output).uncertainty.epistemic
-    own = (heldout.row, found.uncertainty.epistemic, heldout.epistemic)
-    pairs = zip(_by_row(*own), _by_row(other.row, elsewhere, other.epistemic), strict=True)
-    student, teacher = (auroc(inside, outside) for inside, outside in pairs)
-    return report | {"auroc": student, "teacher_auroc": teacher}
+    if other is not None:
+        elsewhere = predictions_of(head, other, output).uncertainty.epistemic
+        own = (heldout.row, found.uncertainty.epistemic, heldout.epistemic)
+        pairs = zip(_by_row(*own), _by_row(other.row, elsewhere, other.epistemic), strict=True)
+        report["auroc"], report["teacher_auroc"] = (auroc(inside, outside) for inside, outside in pairs)
+    return {name: value if math.isfinite(value) else None for name, value in report.items()}
 
 
 def rank_correlation(x: Tensor, y: Tensor) -> float:
-    """Return Spearman's rank correlation."""
-    from scipy.stats import spearmanr
+    """Return Spearman's rank correlation; NaN if all numbers of one side are equal."""
+    from scipy.stats import ConstantInputWarning, spearmanr
 
-    return float(spearmanr(x.double().cpu().numpy(), y.double().cpu().numpy()).statistic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConstantInputWarning)
+        return float(spearmanr(x.double().cpu().numpy(), y.double().cpu().numpy()).statistic)
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
