@@ -39,6 +39,11 @@ def generator(*key: object, device: torch.device | str = "cpu") -> torch.Generat
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 
+def device_of(generator: torch.Generator | None) -> torch.device:
+    """Return the device on which a generator draws; None is torch's global generator, of the CPU."""
+    return torch.device("cpu") if generator is None else generator.device
+
+
 def chain_generators(
     seed: int,
     num_chains: int,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.number_checks import is_number
+from hf_bayes.core.rng import device_of
 
 Score = Literal["lac", "aps"]
 SCORES: tuple[Score, ...] = ("lac", "aps")
@@ -56,6 +57,8 @@ class PredictionSets:
         Args:
             log_probs: [..., C] of the mixture, such as ``logits`` of a Bayesian classifier.
             generator: draws the uniform numbers of a randomised rule; None is torch's global generator.
+        Raises:
+            ValueError: if a row holds NaN.
         """
         return _scores(log_probs, self.score, self.randomise, generator) <= self.limit
 
@@ -79,7 +82,7 @@ def fit_prediction_sets(
         randomise: False for sets of "aps" that depend on the row alone, and cover more than promised.
         generator: as in ``PredictionSets``.
     Raises:
-        ValueError: for too few rows (with the number that would do), and labels that do not fit.
+        ValueError: for too few rows (with the number that would do), labels that do not fit, and NaN in a row.
     """
     if score not in SCORES:
         raise ValueError(f"unknown score {score!r}: expected one of {', '.join(SCORES)}")
@@ -90,23 +93,47 @@ def fit_prediction_sets(
             f"one label is needed for each row of log_probs [N, C], got labels {list(labels.shape)} and log_probs "
             f"{list(log_probs.shape)}"
         )
+    _check_labels(labels, log_probs.shape[1])
     num_rows, randomise = len(labels), randomise and score == "aps"
     # 1e-9: (n + 1) coverage that is an integer must not be rounded up by its error in float64
     place = math.ceil((num_rows + 1) * coverage - 1e-9)
     if place > num_rows:
         enough = math.ceil(coverage / (1 - coverage) - 1e-9)
         raise ValueError(f"a coverage of {coverage:g} needs at least {enough} held-out rows, got {num_rows}: give more")
-    of_labels = _scores(log_probs, score, randomise, generator).gather(1, labels[:, None])[:, 0]
+    scores = _scores(log_probs, score, randomise, generator)
+    of_labels = scores.gather(1, labels[:, None].to(scores.device, torch.long))[:, 0]
     limit = of_labels.kthvalue(place).values.item()
     return PredictionSets(score=score, limit=limit, coverage=coverage, num_rows=num_rows, randomise=randomise)
+
+
+def _check_labels(labels: Tensor, num_classes: int) -> None:
+    """Raise for labels that are no classes."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(f"labels must be the numbers of classes as integers, got {labels.dtype}")
+    outside = (labels < 0) | (labels >= num_classes)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"labels must be classes from 0 to {num_classes - 1}, as log_probs has {num_classes}, got "
+            f"{int(labels[row])} in row {row}: leave out rows without a label"
+        )
 
 
 def _scores(log_probs: Tensor, score: Score, randomise: bool, generator: torch.Generator | None) -> Tensor:
     """Return [..., C] scores of all classes in float64; low for likely classes."""
     probs = log_probs.double().softmax(-1)
+    if bool(probs.isnan().any()):
+        row = probs.isnan().any(-1).nonzero()[0].tolist()
+        raise ValueError(
+            f"log_probs of row {row} have no probabilities: they hold NaN or inf, or all are -inf. The model or its "
+            "posterior has diverged"
+        )
     if score == "lac":
         return 1 - probs
     ordered, order = probs.sort(-1, descending=True)
     above = ordered.cumsum(-1) - ordered
-    share = torch.rand(*probs.shape[:-1], 1, dtype=probs.dtype, generator=generator) if randomise else 1.0
+    if not randomise:
+        return torch.empty_like(probs).scatter_(-1, order, above + ordered)
+    shape = *probs.shape[:-1], 1
+    share = torch.rand(shape, dtype=probs.dtype, generator=generator, device=device_of(generator)).to(probs.device)
     return torch.empty_like(probs).scatter_(-1, order, above + share * ordered)

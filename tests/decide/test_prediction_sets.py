@@ -109,3 +109,35 @@ def test_too_few_rows_are_refused_with_the_number_that_would_do() -> None:
         fit_prediction_sets(log_probs, labels[1:], coverage=0.9)
     with pytest.raises(ValueError, match="coverage must be a number between 0 and 1, got 90"):
         fit_prediction_sets(log_probs, labels, coverage=90)
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        (-100, r"classes from 0 to 2, .* got -100 in row 4"),
+        (3, "got 3 in row 4"),
+        (1.0, r"integers, got torch\.float32"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(label: float, words: str) -> None:
+    labels = torch.tensor([0, 1, 2, 0, label, *[1] * 5])
+    with pytest.raises(ValueError, match=words):
+        fit_prediction_sets(torch.zeros(10, 3), labels, coverage=0.9)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("row", [[0.0, math.nan, 0.0], [-math.inf] * 3, [0.0, math.inf, 0.0]])
+def test_rows_without_probabilities_are_refused(score, row: list[float]) -> None:
+    log_probs = torch.zeros(10, 3)
+    log_probs[7] = torch.tensor(row)
+    with pytest.raises(ValueError, match=r"row \[7\] have no probabilities"):
+        fit_prediction_sets(log_probs, torch.zeros(10).long(), coverage=0.9, score=score)
+    with pytest.raises(ValueError, match=r"row \[7\] have no probabilities"):
+        _sets(score, 0.5)(log_probs)
+
+
+def test_integers_of_any_size_are_labels() -> None:
+    log_probs, labels = torch.zeros(10, 3), torch.arange(10) % 3
+    rules = [fit_prediction_sets(log_probs, labels.to(kind), coverage=0.9, randomise=False)
+             for kind in (torch.int64, torch.int32, torch.uint8)]  # fmt: skip
+    assert rules[0] == rules[1] == rules[2]
