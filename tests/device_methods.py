@@ -6,6 +6,7 @@ import unittest.mock
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hf_bayes import (
@@ -19,6 +20,8 @@ from hf_bayes import (
     fit_laplace,
     fit_variance_factor,
 )
+from hf_bayes.decide.acquisition import RULES, select_rows
+from hf_bayes.decide.prediction_sets import fit_prediction_sets
 from hf_bayes.fit import distil_training
 from hf_bayes.methods.recommended import on_ladder
 from tests import runs
@@ -115,6 +118,27 @@ def a_student_is_taught_and_asked(folder: Path, name: str) -> None:
     found = student.to(DEVICE)(**there(models.batch()))
     assert_same(found.logits, expected.logits)
     assert_same(found.epistemic, expected.epistemic)
+
+
+@path
+def decisions_are_those_of_the_cpu(folder: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    log_probs = torch.randn(60, 5, generator=random).log_softmax(-1)
+    labels = torch.multinomial(log_probs.exp(), 1, generator=random)[:, 0]
+    rules = []
+    for place in ("cpu", DEVICE):
+        torch.manual_seed(3)  # of the numbers that are drawn by default
+        rule = fit_prediction_sets(log_probs.to(place), labels.to(place), coverage=0.9)
+        rules.append((rule, rule(log_probs.to(place)).cpu()))
+    assert rules[0][0].limit == pytest.approx(rules[1][0].limit, rel=1e-12)
+    assert torch.equal(rules[0][1], rules[1][1])
+    logits = 2 * torch.randn(4, 20, 11, generator=random)  # three labels have more than ``_MAX_JOINT`` configurations
+    for by in RULES:
+        chosen = [
+            select_rows(logits.to(place), 5, by=by, generator=torch.Generator().manual_seed(0))
+            for place in ("cpu", DEVICE)
+        ]
+        assert chosen[0] == chosen[1], by
 
 
 @path

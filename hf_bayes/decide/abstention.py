@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes.core.number_checks import is_count
 from hf_bayes.decide.threshold import fit_threshold
-from hf_bayes.fit.calibration import batches_of
+from hf_bayes.fit.finished_models import check_rows, labelled_batches
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import read
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.weighted import without_weights
 from hf_bayes.uncertainty.likelihoods import name_of
 
 
@@ -45,7 +45,7 @@ def fit_abstention(
         error_rate: the largest error rate among answered rows.
         measure: one of ``CLASS_MEASURES``.
         failure_rate: the largest probability that the promise does not hold.
-        collate, batch_size: as in ``fit_calibration``.
+        collate, batch_size: as in ``fit_calibration``. Weights of rows are not used: each row counts once.
         base_model, prediction, members: as in ``from_pretrained``. A threshold belongs to one way of prediction, one
             number of members and one temperature.
     Raises:
@@ -53,8 +53,7 @@ def fit_abstention(
     """
     if measure not in CLASS_MEASURES:
         raise ValueError(f"unknown measure {measure!r}: expected one of {', '.join(CLASS_MEASURES)}")
-    if not is_count(batch_size):
-        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    check_rows("fit_abstention", "heldout", heldout, batch_size)
     loaded = read(posterior)
     if not loaded.config.task.endswith("_classification") or loaded.config.task == "token_classification":
         raise ValueError(
@@ -63,14 +62,14 @@ def fit_abstention(
         )
     kind = MODELS[loaded.config.task]
     with kind.from_pretrained(loaded, base_model=base_model, prediction=prediction, members=members) as model:
-        if not model.likelihood.predicts_classes:
+        if not without_weights(model.likelihood).predicts_classes:
             raise ValueError(
                 f"fit_abstention needs one class for each input, got a {name_of(model.likelihood)} likelihood: "
                 "give fit_threshold uncertainties and losses of your own"
             )
         found = [
             model.read_predictions(batch, _judged(measure))[0]
-            for batch in batches_of(heldout, collate, batch_size, model.device)
+            for batch in labelled_batches(heldout, model=model, collate=collate, batch_size=batch_size)
         ]
         columns = {name: torch.cat([part[name].cpu().double() for part in found]) for name in ("uncertainty", "error")}
         rule = fit_threshold(

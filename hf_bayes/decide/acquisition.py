@@ -17,10 +17,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import default_data_collator
 
 from hf_bayes.core.number_checks import is_count
-from hf_bayes.fit.calibration import batches_of
+from hf_bayes.core.rng import device_of
+from hf_bayes.fit.finished_models import batches_by_number, check_rows
 from hf_bayes.models.classification import BayesianClassifier
+from hf_bayes.objectives.label_columns import columns_of
+from hf_bayes.uncertainty.custom.weighted import without_weights
 from hf_bayes.uncertainty.decomposition import decompose
 
 Rule = Literal["bald", "batchbald", "entropy", "random"]
@@ -48,7 +52,7 @@ def acquire(
 
     Args:
         model: a Bayesian classifier of inputs with one class each.
-        pool: rows; their labels, if any, are not read.
+        pool: rows; their labels and weights, if any, are not read.
         k: the number of rows.
         by: one of ``RULES``.
         collate: rows -> a batch of tensors; None is transformers' default collator.
@@ -57,15 +61,17 @@ def acquire(
     Raises:
         ValueError: as ``select_rows``, and for a model of another kind.
     """
+    check_rows("acquire", "pool", pool, batch_size)
     _check(len(pool), k, by)
     if by == "random":
         return select_rows(torch.zeros(1, len(pool), 1), k, by=by, generator=generator)
-    if not isinstance(model, BayesianClassifier) or not model.likelihood.predicts_classes:
+    if not isinstance(model, BayesianClassifier) or not without_weights(model.likelihood).predicts_classes:
         raise ValueError(f"acquire needs a Bayesian classifier with one class for each input, got {model!r:.100}")
-    found = []
+    found, collate = [], collate or default_data_collator
+    no_inputs = {"labels", "label", *columns_of(model.likelihood)}
     with torch.no_grad():
-        for batch in batches_of(pool, collate, batch_size, model.device):
-            inputs = {name: value for name, value in batch.items() if name not in ("labels", "label")}
+        for batch in batches_by_number(pool, range(len(pool)), model=model, collate=collate, batch_size=batch_size):
+            inputs = {name: value for name, value in batch.items() if name not in no_inputs}
             found.append(model.member_logits(inputs).cpu())
     return select_rows(torch.cat(found, 1), k, by=by, generator=generator)
 
@@ -84,7 +90,7 @@ def select_rows(logits: Tensor, k: int, *, by: Rule = "bald", generator: torch.G
     num_rows = logits.shape[1]
     _check(num_rows, k, by)
     if by == "random":
-        return torch.randperm(num_rows, generator=generator)[:k].tolist()
+        return torch.randperm(num_rows, generator=generator, device=device_of(generator))[:k].tolist()
     if by == "batchbald":
         return _batchbald(logits.double().softmax(-1), k, generator)
     parts = decompose(logits)
@@ -102,8 +108,8 @@ def _check(num_rows: int, k: int, by: str) -> None:
 def _batchbald(probs: Tensor, k: int, generator: torch.Generator | None) -> list[int]:
     """Return rows that greedily maximise the joint mutual information, for probabilities [M, N, C]."""
     conditional = torch.special.entr(probs).sum(-1).mean(0)  # [N]
-    joint = torch.ones(1, len(probs), dtype=probs.dtype)  # [J, M]: p_m of each configuration of the chosen labels
-    weights = torch.ones(1, dtype=probs.dtype)  # [J]: each configuration stands for so many
+    joint = probs.new_ones(1, len(probs))  # [J, M]: p_m of each configuration of the chosen labels
+    weights = probs.new_ones(1)  # [J]: each configuration stands for so many
     chosen: list[int] = []
     while True:
         gain = _joint_entropy(joint, weights, probs) - conditional
@@ -132,5 +138,6 @@ def _thinned(joint: Tensor, weights: Tensor, generator: torch.Generator | None) 
         return joint, weights
     mass = joint.mean(1) * weights
     mass = mass / mass.sum()
-    drawn = torch.multinomial(mass, _MAX_JOINT, replacement=True, generator=generator)
+    drawn = torch.multinomial(mass.to(device_of(generator)), _MAX_JOINT, replacement=True, generator=generator)
+    drawn = drawn.to(mass.device)
     return joint[drawn], weights[drawn] / (mass[drawn] * _MAX_JOINT)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import DataLoader
-from transformers import default_data_collator
-
-from hf_bayes.core.number_checks import is_count
-from hf_bayes.core.tensors import with_tensors
+from hf_bayes.fit.finished_models import check_rows, labelled_batches
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.calibrating import calibration_of
 from hf_bayes.models.loading import read
-from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.prediction_fits import with_temperature
 
 
 def fit_calibration(
@@ -31,7 +26,8 @@ def fit_calibration(
 ) -> Posterior:
     """Return the posterior with a temperature of its mixture, fitted on held-out rows (``metrics.calibration``).
 
-    Loading it applies the temperature. ``save_pretrained`` stores it.
+    Loading it applies the temperature. ``save_pretrained`` stores it. A single pass has its stored factors meanwhile. A
+    threshold (``fit_abstention``) that was fitted at another temperature is left out.
 
     Args:
         posterior: a posterior, its directory or its repository on the Hub.
@@ -43,21 +39,12 @@ def fit_calibration(
     Raises:
         ValueError: for too few rows, or a model whose labels are numbers.
     """
-    if not is_count(batch_size):
-        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    check_rows("fit_calibration", "heldout", heldout, batch_size)
     loaded = read(posterior)
     kind = MODELS[loaded.config.task]
     with kind.from_pretrained(
         loaded, base_model=base_model, prediction=prediction, members=members, calibrated=False
     ) as model:
-        batches = batches_of(heldout, collate, batch_size, model.device)
+        batches = labelled_batches(heldout, model=model, collate=collate, batch_size=batch_size)
         found = calibration_of(model, batches)
-    config = dataclasses.replace(loaded.config, calibration=found.to_dict())
-    return dataclasses.replace(loaded, config=config)
-
-
-def batches_of(rows: Any, collate: Callable[..., Any] | None, batch_size: int, device: Any) -> Iterable[dict[str, Any]]:
-    """Yield batches of rows on a device; without ``collate`` by transformers' default collator."""
-    collate = in_words(collate or default_data_collator, "the data")
-    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collate):
-        yield with_tensors(batch, lambda tensor: tensor.to(device))
+    return with_temperature(loaded, found.to_dict())

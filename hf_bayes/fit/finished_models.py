@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers import default_data_collator
 
 from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.models.attaching import MODELS, attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.refusals import refuse_other_likelihood
-from hf_bayes.objectives.data_rows import in_words, is_stream
+from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
+from hf_bayes.objectives.label_columns import with_columns
+from hf_bayes.objectives.likelihood_terms import labels_of
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
@@ -81,6 +84,14 @@ def require_rows(function: str, name: str, data: Any) -> None:
             f"{name} must have rows that can be counted and asked for by number, got {type(data).__name__}: give a "
             "list of rows or a data set with a length (of a DatasetDict one split)"
         )
+    require_dataset(data, name, f"{function} needs some")
+
+
+def check_rows(function: str, name: str, data: Any, batch_size: Any) -> None:
+    """Check rows and the size of their batches, before a model is loaded; arguments as of ``require_rows``."""
+    if not is_count(batch_size):
+        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    require_rows(function, name, data)
 
 
 def check_sizes(batch_size: Any, num_data: Any, data_unit: Any) -> None:
@@ -102,6 +113,23 @@ def check_likelihood(model: BayesianModel, data: Any, collate: Callable[..., Any
     with torch.no_grad():
         for batch in batches_by_number(data, rows, model=model, collate=collate, batch_size=NUM_CHECKED):
             model.each_term(batch, check)
+
+
+def labelled_batches(
+    data: Any, *, model: BayesianModel, collate: Callable[..., Any] | None, batch_size: int
+) -> Iterator[dict[str, Any]]:
+    """Yield all rows in batches with ``labels``, which carry the columns that the model's likelihood reads.
+
+    Args:
+        data: rows that ``require_rows`` accepts.
+        collate: rows -> a batch; None is transformers' default collator.
+    Raises:
+        ValueError: for a batch without labels, or without a column of the likelihood.
+    """
+    collate = with_columns(model.likelihood, collate or default_data_collator)
+    for batch in batches_by_number(data, range(len(data)), model=model, collate=collate, batch_size=batch_size):
+        labels_of(batch)
+        yield batch
 
 
 def batches_by_number(

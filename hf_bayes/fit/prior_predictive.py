@@ -11,17 +11,17 @@ import torch
 from matplotlib.figure import Figure
 from peft import PeftModel
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.config import MethodConfig, check_config
+from hf_bayes.core.number_checks import is_count
 from hf_bayes.core.rng import generator, require_seed
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.distributions.priors import build_prior
+from hf_bayes.fit.finished_models import batches_by_number, check_rows
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.objectives.data_rows import in_words, require_dataset
 from hf_bayes.uncertainty.likelihoods import name_of
 
 NUM_BARS = 20
@@ -97,7 +97,9 @@ def prior_predictive(
     """
     check_config(method)
     require_seed(seed)
-    require_dataset(data, "data", "predictions need inputs")
+    if not is_count(num_draws):
+        raise ValueError(f"num_draws must be an integer >= 1, got {num_draws!r}")
+    check_rows("prior_predictive", "data", data, batch_size)
     with attach(model, subspace=subspace) as bayesian:
         if not bayesian.likelihood.predicts_classes:
             kind = name_of(bayesian.likelihood)
@@ -106,10 +108,9 @@ def prior_predictive(
         assert isinstance(prior, IndependentPrior)  # the config's own
         draws = prior.sample(num_draws, bayesian.layout.dim, generator(seed, "prior")).to(bayesian.theta)
         sums = torch.zeros((), dtype=torch.float64, device=model.device)
-        for batch in DataLoader(
-            data, batch_size=batch_size, collate_fn=in_words(collate or default_data_collator, "data")
-        ):
-            inputs = {k: v.to(model.device) for k, v in tensors_in(batch).items() if "label" not in k}
+        collate, rows = collate or default_data_collator, range(len(data))
+        for batch in batches_by_number(data, rows, model=bayesian, collate=collate, batch_size=batch_size):
+            inputs = {name: value for name, value in tensors_in(batch).items() if "label" not in name}
             sums = sums + torch.stack([_histogram(bayesian, draw, inputs) for draw in draws])
     return PriorPredictive((sums / sums.sum(1, keepdim=True)).float().cpu())
 

@@ -4,23 +4,29 @@ A single pass drops covariances, so that its variances are off by a factor that 
 ``fit_variance_factor`` multiplies all variances by one factor, which minimises the negative log predictive density of
 held-out labels (section 3 of the paper, see ``models.single_pass.weight_laws``). ``fit_layer_factors`` compares the
 epistemic uncertainty with the epistemic uncertainty of members.
+
+The factors belong to the single pass itself, also while a temperature is fitted to it. So new factors leave out a
+temperature, a student and a threshold that were fitted to the single pass.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import least_squares, minimize_scalar
 
-from hf_bayes.fit.calibration import batches_of
+from hf_bayes.fit.finished_models import check_rows, labelled_batches
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.loading import read
+from hf_bayes.objectives.likelihood_terms import all_ignored
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.prediction_fits import with_layer_factors, without_fits
+from hf_bayes.uncertainty.gaussian_links import SINGLE_PASS
 
 LARGEST = 1e3
 """The largest factor, and the inverse of the smallest."""
@@ -38,10 +44,9 @@ def fit_variance_factor(posterior: Posterior | str | os.PathLike[str], heldout: 
         heldout: rows with labels that were not used in training.
         options: ``collate``, ``batch_size`` and ``base_model``, as of ``fit_calibration``.
     Raises:
-        ValueError: as ``BayesianModel.single_pass``.
+        ValueError: as ``BayesianModel.single_pass``, and for rows without labels.
     """
-    loaded, model, batches = _opened(posterior, heldout, **options)
-    with model:
+    with _opened("fit_variance_factor", "heldout", posterior, heldout, **options) as (plain, model, batches):
         model.single_pass()
         paths = model.predictor.paths
 
@@ -52,7 +57,7 @@ def fit_variance_factor(posterior: Posterior | str | os.PathLike[str], heldout: 
         bounds = (-np.log(LARGEST), np.log(LARGEST))
         with model.predictor.reusing_passes([paths]):
             found = minimize_scalar(nlpd, bounds=bounds, method="bounded", options={"xatol": 0.02})
-    return _with_factors(loaded, dict.fromkeys(paths, float(np.exp(found.x))))
+    return with_layer_factors(plain, dict.fromkeys(paths, float(np.exp(found.x))))
 
 
 def fit_layer_factors(
@@ -68,10 +73,9 @@ def fit_layer_factors(
         members: the number of members to compare with; they are drawn from the posterior.
         options: ``collate``, ``batch_size`` and ``base_model``, as of ``fit_calibration``.
     Raises:
-        ValueError: as ``BayesianModel.single_pass``.
+        ValueError: as ``BayesianModel.single_pass``, and for rows without labels.
     """
-    loaded, model, batches = _opened(posterior, rows, members=members, **options)
-    with model:
+    with _opened("fit_layer_factors", "rows", posterior, rows, members=members, **options) as (plain, model, batches):
         target = _epistemic(model, batches)
         model.single_pass()
         paths = model.predictor.paths
@@ -86,10 +90,13 @@ def fit_layer_factors(
         bounds = (1 - limit, 1 + limit)
         with model.predictor.reusing_passes([[path] for path in paths]):
             found = least_squares(residuals, np.ones(len(paths)), bounds=bounds, diff_step=0.05, max_nfev=8)
-    return _with_factors(loaded, dict(zip(paths, np.exp(found.x - 1).tolist(), strict=True)))
+    return with_layer_factors(plain, dict(zip(paths, np.exp(found.x - 1).tolist(), strict=True)))
 
 
+@contextmanager
 def _opened(
+    function: str,
+    name: str,
     posterior: Posterior | str | os.PathLike[str],
     rows: Any,
     *,
@@ -97,17 +104,25 @@ def _opened(
     collate: Callable[..., Any] | None = None,
     batch_size: int = 8,
     base_model: Any = None,
-) -> tuple[Posterior, Any, list[dict[str, Any]]]:
-    """Return the posterior, its model by members, and the batches."""
+) -> Iterator[tuple[Posterior, Any, list[dict[str, Any]]]]:
+    """Yield the posterior without fits to its single pass, its model by members, and the batches.
+
+    Args:
+        function, name: the names of the function that takes the rows, and of its argument.
+    """
+    check_rows(function, name, rows, batch_size)
     loaded = read(posterior)
     kind = MODELS[loaded.config.task]
-    model = kind.from_pretrained(loaded, base_model=base_model, prediction="members", members=members, calibrated=False)
-    return loaded, model, list(batches_of(rows, collate, batch_size, model.device))
-
-
-def _with_factors(posterior: Posterior, factors: Mapping[str, float]) -> Posterior:
-    config = dataclasses.replace(posterior.config, layer_factors=dict(factors))
-    return dataclasses.replace(posterior, config=config)
+    with kind.from_pretrained(
+        loaded, base_model=base_model, prediction="members", members=members, calibrated=False
+    ) as model:
+        plain = model.posterior = without_fits(loaded, (SINGLE_PASS,))
+        batches = list(labelled_batches(rows, model=model, collate=collate, batch_size=batch_size))
+        if not any(bool(model.terms_per_row(batch).any()) for batch in batches):
+            raise ValueError(
+                f"no row of {name} has a likelihood term ({all_ignored(shift=model.shifts_labels)}): check labels"
+            )
+        yield plain, model, batches
 
 
 def _epistemic(model: Any, batches: Iterable[dict[str, Any]]) -> torch.Tensor:

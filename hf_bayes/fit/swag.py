@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.prediction_fits import with_approximation
 
 
 def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
@@ -15,7 +15,8 @@ def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
 
     Several chains give a mixture with one Gaussian for each. The new posterior saves, loads and predicts like a
     posterior of ``SWAGConfig``. Its ``method`` entry contains the method of the draws. The diagnostics of the chains
-    stay. Held-out figures are left out, because they belong to the draws.
+    stay. Held-out figures are left out, because they belong to the draws, and so are all fits to their predictions: a
+    temperature, a student and a threshold.
 
     Args:
         posterior: draws [M, d] in the order in which they were made, 2 or more of each chain.
@@ -44,21 +45,7 @@ def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
         f"SWAG through {len(draws.theta)} draws of {config.method['name']} (chains: {len(chains)}), itself not "
         f"assessed; the draws: {of_draws}"
     )
-    trace = posterior.trace and {name: part for name, part in posterior.trace.items() if name != "risk"}
-    return Posterior(
-        gaussian,
-        dataclasses.replace(
-            config,
-            method={"name": "swag", "rank": rank, "num_chains": len(chains), "draws": config.method},
-            approximation=gaussian.kind,
-            num_members=0,
-            member_chains=[],
-            diagnostics={**config.diagnostics, "verdict": verdict},
-            metrics={},
-            calibration={},
-            student={},
-        ),
-        posterior.adapter_config,
-        trace,
-        posterior.sidecars,
+    method = {"name": "swag", "rank": rank, "num_chains": len(chains), "draws": config.method}
+    return with_approximation(
+        posterior, gaussian, method=method, diagnostics={**config.diagnostics, "verdict": verdict}
     )

@@ -64,7 +64,7 @@ def count_terms(
         collate_fn=in_words(collate, name),
     )
     for index, batch in enumerate(tqdm(loader, desc="Counting likelihood terms", disable=not progress, leave=False)):
-        labels = _labels_of(batch)
+        labels = labels_of(batch)
         if check is not None:
             check(batch, where=name, first=index * batch_size)
         if num_outputs is not None:
@@ -107,7 +107,12 @@ def all_ignored(*, shift: bool) -> str:
     return f"all labels are -100{' after the causal shift' if shift else ''}"
 
 
-def _labels_of(batch: Any) -> Tensor:
+def labels_of(batch: Any) -> Tensor:
+    """Return the labels of a collated batch.
+
+    Raises:
+        ValueError: if it has none.
+    """
     if batch.get("labels") is None:
         raise ValueError(
             f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them. For a language "

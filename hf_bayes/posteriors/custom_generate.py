@@ -21,6 +21,8 @@ from hf_bayes.posteriors.config import library_versions
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.model_card import CUSTOM_GENERATE, write_card
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.prediction_fits import without_fits
+from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 
 _TEMPLATE = Path(__file__).parent / "templates" / "generate.py.jinja"
 _REQUIREMENTS = "torch\nsafetensors\ntransformers>=5.20\n"
@@ -78,11 +80,12 @@ def as_draws(posterior: Posterior, members: int | None = None) -> Posterior:
     chain = torch.zeros(len(theta), dtype=torch.int64)
     if stored := posterior.approximation.chains:
         chain = torch.tensor(stored)[torch.arange(len(theta)) * len(stored) // len(theta)]
+    plain = without_fits(posterior, [name for name in PREDICTIONS if name != "members"])
     changed = dataclasses.replace(
-        config, approximation="draws", num_members=len(theta), member_chains=chain.tolist(), prediction="members",
-        student={}, layer_factors={},
+        plain.config, approximation="draws", num_members=len(theta), member_chains=chain.tolist(), prediction="members",
+        student={},
     )  # fmt: skip
-    return dataclasses.replace(posterior, approximation=Draws(theta, chain), config=changed, student=None)
+    return dataclasses.replace(plain, approximation=Draws(theta, chain), config=changed, student=None)
 
 
 def check_exportable(posterior: Posterior) -> None:

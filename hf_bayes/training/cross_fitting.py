@@ -7,7 +7,6 @@ the fold, which it has not seen. One temperature is fitted on the predictions of
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from hf_bayes.metrics.calibration import GroupSums
 from hf_bayes.models.calibrating import fit_to, heldout_sums
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.calibrating import predicting_as_loaded
 from hf_bayes.training.compat import TrainerHost
@@ -86,7 +86,7 @@ def cross_fit_calibration(
             if fold == num_folds - 1:
                 found = fit_to(trainer.bayesian, sums)
     assert found is not None  # the last fold sets it
-    return dataclasses.replace(posterior, config=dataclasses.replace(posterior.config, calibration=found.to_dict()))
+    return with_temperature(posterior, found.to_dict())
 
 
 def _check(heldout_setting: str, rows: Any, num_folds: int) -> None:

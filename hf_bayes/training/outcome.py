@@ -19,6 +19,7 @@ from hf_bayes.models.to_posterior import sidecars_of, to_posterior
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.model_card import CardFields, author_fields, write_card
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, tell_length
@@ -128,8 +129,7 @@ class Outcome:
         active.host.say(found.describe())
         tell_length(active.method, found, active.host)
         tell_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
-        config = dataclasses.replace(posterior.config, calibration=found.to_dict())
-        self.posterior = dataclasses.replace(posterior, config=config)
+        self.posterior = with_temperature(posterior, found.to_dict())
         if found.prediction == "members":
             model.show(model.current, model.spread, found.temperature)
 

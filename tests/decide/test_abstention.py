@@ -95,3 +95,9 @@ def test_too_few_rows_and_unknown_measures_are_refused(posterior: Posterior) -> 
         fit_abstention(posterior, Dataset.from_list(ROWS[:10]), error_rate=0.1, base_model=tiny_bert(), batch_size=1)
     with pytest.raises(ValueError, match=r"unknown measure 'doubt': expected one of"):
         fit_abstention(posterior, ROWS, error_rate=0.1, measure="doubt")
+
+
+@pytest.mark.parametrize(("rows", "words"), [([], "heldout has 0 rows; fit_abstention needs"), (None, "got NoneType")])
+def test_absent_rows_are_refused(posterior: Posterior, rows: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fit_abstention(posterior, rows, error_rate=0.1, base_model=tiny_bert())

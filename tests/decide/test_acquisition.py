@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bayes import attach
 from hf_bayes.decide import acquisition
 from hf_bayes.decide.acquisition import RULES, acquire, select_rows
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from hf_bayes.uncertainty.decomposition import decompose
 from tests import runs
 from tests.pipelines.built import bayesian
+from tests.tiny_models import tiny_bert
 
 
 def logits(num_rows: int = 6, num_classes: int = 3, num_members: int = 4) -> Tensor:
@@ -82,7 +85,23 @@ def test_rows_are_chosen_from_the_predictions_of_a_model() -> None:
         assert set(found) <= set(range(12))
 
 
+def test_weights_of_rows_are_not_read() -> None:
+    rows = [{name: value for name, value in row.items() if name != "label"} for row in runs.label_rows(8, seed=3)]
+    chosen = []
+    for likelihood in (Weighted(), None):
+        with attach(tiny_bert(), num_members=3, subspace="last_layer", likelihood=likelihood) as model:
+            noise = torch.randn(model.theta.shape, generator=torch.Generator().manual_seed(1))
+            model.theta.data += 0.3 * noise
+            pool = rows if likelihood is None else [{**row, "weight": 2.0} for row in rows]
+            chosen.append(acquire(model, pool, 4))
+            assert chosen[-1] == acquire(model, rows, 4)
+    assert chosen[0] == chosen[1]
+
+
 def test_what_cannot_be_chosen_is_refused() -> None:
+    for pool, words in (([], "pool has 0 rows; acquire needs some"), (None, "got NoneType")):
+        with pytest.raises(ValueError, match=words):
+            acquire(bayesian("bert"), pool, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"an integer from 1 to the pool's 6, got 7"):
         select_rows(logits(), 7)
     with pytest.raises(ValueError, match="unknown rule 'margin': expected one of bald, batchbald"):

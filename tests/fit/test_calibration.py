@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_bayes import BayesianModelForCausalLM, BayesianModelForSequenceClassification, Posterior, fit_calibration
-from hf_bayes.fit.calibration import batches_of
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from tests import runs
 from tests.models.test_calibrating import batches
+from tests.posteriors.test_abstention import RULE
 from tests.tiny_models import batch, tiny_bert, tiny_llama
 
 ROWS = [{"labels" if name == "label" else name: v for name, v in row.items()} for row in runs.label_rows(80, seed=5)]
@@ -108,7 +110,22 @@ def test_bad_batch_sizes_and_few_rows_are_refused(over_confident: Posterior) -> 
         fit_calibration(over_confident, ROWS[:20], base_model=tiny_bert())
 
 
-def test_rows_that_need_padding_are_named() -> None:
-    rows = [{"input_ids": [3] * length} for length in (8, 7)]
-    with pytest.raises(ValueError, match=r"unequal length .* give a collator that pads"):
-        next(iter(batches_of(rows, None, 2, "cpu")))
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "heldout has 0 rows; fit_calibration needs some"),
+        (None, "must have rows that can be counted .* got NoneType"),
+        ((row for row in ROWS), "must have rows that can be counted .* got generator"),
+        ([{"input_ids": [3, 4]}], "gives no labels"),
+    ],
+)
+def test_rows_that_judge_nothing_are_refused(over_confident: Posterior, rows: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fit_calibration(over_confident, rows, base_model=tiny_bert())
+
+
+def test_a_threshold_of_another_temperature_is_left_out(over_confident: Posterior) -> None:
+    config = dataclasses.replace(over_confident.config, abstention=RULE.to_dict())
+    found = fit_calibration(dataclasses.replace(over_confident, config=config), ROWS, base_model=tiny_bert())
+    assert found.config.calibration["temperature"] > 1.2
+    assert not found.config.abstention

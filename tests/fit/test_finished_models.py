@@ -7,10 +7,18 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, require_rows
+from hf_bayes.fit.finished_models import (
+    as_bayesian,
+    batches_by_number,
+    check_rows,
+    check_sizes,
+    labelled_batches,
+    require_rows,
+)
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests.tiny_models import tiny_bert
 
 
@@ -55,7 +63,22 @@ def test_rows_without_numbers_are_refused_in_words() -> None:
     for rows in (iter([1]), {"train": [1]}, torch):
         with pytest.raises(ValueError, match="data must have rows that can be counted"):
             require_rows("fit_it", "data", rows)
+    with pytest.raises(ValueError, match="data has 0 rows; fit_it needs some: give it data"):
+        require_rows("fit_it", "data", [])
     require_rows("fit_it", "data", [1, 2])
+    with pytest.raises(ValueError, match=r"batch_size must be an integer >= 1, got 2\.0"):
+        check_rows("fit_it", "data", [1, 2], 2.0)
+
+
+def test_labels_carry_the_columns_of_the_likelihood() -> None:
+    rows = [{"input_ids": [3, 4], "labels": index, "weight": 0.5 * index} for index in range(3)]
+    with attach(tiny_bert(), subspace="last_layer", likelihood=Weighted()) as model:
+        found = list(labelled_batches(rows, model=model, collate=None, batch_size=2))
+        assert [batch["labels"].tolist() for batch in found] == [[[0, 0], [1, 0.5]], [[2, 1]]]
+        assert all("weight" not in batch for batch in found)
+        for rows, words in (([{"input_ids": [3], "weight": 1.0}], "no labels"), ([{"labels": 1}], "column 'weight'")):
+            with pytest.raises(ValueError, match=words):
+                list(labelled_batches(rows, model=model, collate=None, batch_size=2))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes import LaplaceConfig, Posterior, attach, curvature_of_model, fit_laplace, fit_training_free
+from hf_bayes import (
+    LaplaceConfig,
+    Posterior,
+    attach,
+    curvature_of_model,
+    fit_calibration,
+    fit_laplace,
+    fit_layer_factors,
+    fit_training_free,
+    fit_variance_factor,
+)
+from hf_bayes.decide.abstention import fit_abstention
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.members.stacked import refuse_attached
 from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
@@ -93,6 +104,22 @@ def test_rows_of_weight_zero_are_left_out() -> None:
     torch.testing.assert_close(stds(weighted), stds(half))
     everything = fit_laplace(lstm(2), plain, EMPIRICAL, likelihood=Heteroscedastic())
     assert (stds(weighted) / stds(everything) - 1).abs().max() > 0.1  # the twin: weights that are not read
+
+
+def test_fits_to_predictions_count_each_weighted_row_once() -> None:
+    rows = [{**row, "weight": 1.0 + index % 3} for index, row in enumerate(runs.label_rows(60, seed=5))]
+    method = LaplaceConfig(structure="diagonal", estimator="ef_sequence", prior_std=0.3, check_gradient=False)
+    posterior = fit_laplace(tiny_bert(), rows, method, subspace="last_layer", likelihood=Weighted())
+    ones = [{**row, "weight": 1.0} for row in rows]
+    easy = {"error_rate": 0.95, "failure_rate": 0.2}
+    for fit, options in (
+        (fit_calibration, {}), (fit_abstention, easy), (fit_variance_factor, {}), (fit_layer_factors, {"members": 4}),
+    ):  # fmt: skip
+        found, other = (fit(posterior, given, base_model=tiny_bert(), **options).config for given in (rows, ones))
+        assert found == other
+        assert found != posterior.config
+    with pytest.raises(ValueError, match="reads one number for each row from the column 'weight'"):
+        fit_calibration(posterior, runs.label_rows(60, seed=5), base_model=tiny_bert())
 
 
 def test_curvature_reads_the_likelihood() -> None:

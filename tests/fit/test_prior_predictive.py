@@ -84,7 +84,13 @@ def test_a_name_is_no_method() -> None:
         prior_predictive(tiny_bert(), label_rows(2), "sghmc")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("data", "message"), [([], "data has 0 rows"), (5, "got 5"), (["a"], "cannot read: 'a'")])
+@pytest.mark.parametrize(("data", "message"), [([], "data has 0 rows"), (5, "got int"), (["a"], "cannot read: 'a'")])
 def test_data_without_inputs_are_refused(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prior_predictive(with_lora(tiny_llama()), data, SGHMCConfig(), num_draws=1)
+
+
+@pytest.mark.parametrize("name", ["num_draws", "batch_size"])
+def test_no_draws_and_empty_batches_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, got 0"):
+        prior_predictive(tiny_bert(), label_rows(2), SGHMCConfig(), **{name: 0})  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 
 from hf_bayes import BayesianModelForCausalLM, Posterior, fit_swag
 from hf_bayes.chains.sampling import SampleResult, sample
+from hf_bayes.distributions.approximations import Draws
 from hf_bayes.methods.averaging.swag import SWAGConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests.faults import posteriors
 from tests.methods.averaging.regression import BATCHES, RATE, START, N, energy
+from tests.posteriors.test_abstention import RULE
+from tests.posteriors.test_config import CALIBRATED
 from tests.runs import token_rows, trainer
 from tests.tiny_models import batch, tiny_llama
 
@@ -61,3 +65,11 @@ def test_what_has_no_draws_to_fit_is_refused() -> None:
         fit_swag(posteriors.gaussian())
     with pytest.raises(ValueError, match=r"2 draws or more of each chain, better many, got \{0: 1, 1: 1, 2: 1\}"):
         fit_swag(posteriors.draws())
+
+
+def test_nothing_that_was_fitted_to_the_draws_stays() -> None:
+    drawn = posteriors.draws(4, abstention=RULE.to_dict(), calibration=CALIBRATED)
+    two = Draws(drawn.approximation.theta, torch.tensor([0, 0, 1, 1]))
+    config = dataclasses.replace(drawn.config, member_chains=two.chains)
+    found = fit_swag(dataclasses.replace(drawn, approximation=two, config=config)).config
+    assert (found.abstention, found.calibration, found.metrics) == ({}, {}, {})

@@ -42,10 +42,12 @@ def gaussian_of(model: BayesianModel) -> Gaussian:
 
 
 def factors_of(model: BayesianModel) -> Mapping[str, float]:
-    """Return the calibration factors of layers that are stored with the posterior, if the model is calibrated."""
-    if model.posterior is None or not model.calibrated:
-        return {}
-    return model.posterior.config.layer_factors
+    """Return the calibration factors of layers that are stored with the posterior.
+
+    They belong to the single pass, whose temperature is fitted to predictions with them. So they do not depend on
+    ``calibrated``, which is about the temperature.
+    """
+    return {} if model.posterior is None else model.posterior.config.layer_factors
 
 
 class SinglePassPredictor:
