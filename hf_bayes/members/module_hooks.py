@@ -8,9 +8,8 @@ gradient). One backward pass that delivers these pairs is one vector-Jacobian pr
 A row of the data may have several texts, such as a pair of answers. They go through the model one by one. The record of
 such a row holds the positions of all its texts side by side, so that a sum over positions is a sum over texts, too.
 
-curvlinops (matrix-free products, K-FAC on nn.Linear) is no replacement. It supports neither Conv1D, norms and
-embeddings nor peft's factors, it differentiates the loss of whole batches in its own loop, and it keeps the logits of
-all positions.
+curvlinops (matrix-free products, K-FAC on nn.Linear) is no replacement. It supports neither Conv1D, norms, embeddings
+nor peft's factors, differentiates the loss of whole batches in its own loop, and keeps the logits of all positions.
 """
 
 from __future__ import annotations
@@ -309,7 +308,7 @@ class LayerHooks:
 
 
 def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the input of a module, which is its first argument, also where it is given by a keyword."""
+    """Return the first argument of a module, which may have been given by keyword."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
