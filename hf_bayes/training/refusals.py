@@ -16,7 +16,7 @@ from hf_bayes.training.compat import TrainerHost, eval_sets, heldout_name
 
 _SHARED = (
     "seed", "data_seed", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "map_updates",
+    "gradient_accumulation_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
     "num_data", "data_unit", "minibatch", "probe_steps", "noise_std",
     "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
 )  # fmt: skip
