@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import check_tokenizer, read
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.weighted import Weighted, without_weights
+from hf_bayes.uncertainty.likelihoods import Likelihood
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +129,26 @@ def _check_base(posterior: Posterior, model: BayesianModel, what: str) -> None:
             f"{what} is of a head whose outputs stand for something else: this model's config has "
             f"{'; '.join(problems)}. Give it the labels (id2label, label2id) and the problem_type of the earlier run"
         )
+    before, now = _likelihood_of(posterior.config.head), _likelihood_of_model(model.likelihood)
+    if "labels" in posterior.config.head and before != now:
+        raise ValueError(
+            f"{what} has outputs for {before or 'the likelihood of the head'}, and this run for "
+            f"{now or 'that of the head'}, so they stand for something else: give the run the likelihood of the prior"
+        )
+
+
+def _likelihood_of(head: Mapping[str, Any]) -> str | None:
+    """Return the name of the user's likelihood that a posterior's outputs belong to; None for the head's own."""
+    stored = head.get("likelihood")
+    if stored is not None and stored["name"] == Weighted.name:  # weights do not change what outputs mean
+        stored = stored["of"]
+    return None if stored is None else str(stored["name"])
+
+
+def _likelihood_of_model(likelihood: Likelihood) -> str | None:
+    """Return the same of a model's likelihood."""
+    own = getattr(without_weights(likelihood), "config", None)
+    return None if own is None else str(own.name)
 
 
 def _gaussian_of(posterior: Posterior, what: str) -> Gaussian:

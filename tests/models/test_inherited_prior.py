@@ -18,6 +18,8 @@ from hf_bayes.distributions.covariance import dense
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests.fit.fitted import NOISE, STD, regression
 from tests.runs import label_rows, token_rows, trainer
 from tests.tiny_models import tiny_bert, tiny_llama, tiny_tokenizer, with_lora
@@ -296,3 +298,17 @@ def test_a_prior_of_a_head_for_other_labels_is_refused(config: Any, words: str |
         return
     with pytest.raises(ValueError, match=words):
         fitted(first, **config)
+
+
+def test_a_prior_whose_outputs_have_another_likelihood_is_refused() -> None:
+    def fitted(prior: Posterior | None, likelihood: Any) -> Posterior:
+        method = LaplaceConfig(structure="diagonal", estimator="ef_token", prior_std=None if prior else 0.1)
+        rows = [row | {"weight": 1.0} for row in label_rows()] if isinstance(likelihood, Weighted) else label_rows()
+        return fit_laplace(with_lora(tiny_bert(**NAMED)), rows, method, prior=prior, likelihood=likelihood)
+
+    ordinal, plain = fitted(None, Ordinal(num_classes=4)), fitted(None, None)
+    with pytest.raises(ValueError, match="has outputs for ordinal, and this run for that of the head"):
+        fitted(ordinal, None)
+    with pytest.raises(ValueError, match="has outputs for the likelihood of the head, and this run for ordinal"):
+        fitted(plain, Ordinal(num_classes=4))
+    assert fitted(fitted(None, Weighted()), None).config.prior is not None  # weights do not change what outputs mean
