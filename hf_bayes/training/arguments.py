@@ -20,6 +20,8 @@ SHARDING = {
 }
 """The variables that ``accelerate launch`` sets to have its processes take a model apart."""
 PRECISIONS = ("no", "bf16")
+BETTER_LOW = ("loss", "nll", "perplexity", "ece", "ence", "brier", "mse", "rmse", "aurc")
+"""Ends of the names of metrics of which a lower value is better."""
 
 
 @dataclass(repr=False)  # transformers' own hides tokens
@@ -134,6 +136,8 @@ class BayesianTrainingArguments(TrainingArguments):
                 "output_dir must be a folder, got an empty name: leave it out for the default, or name one"
             )
         self._check_steps()
+        if self.greater_is_better is None and _is_better_low(self.metric_for_best_model):
+            self.greater_is_better = False  # transformers would take True for all names that do not end in "loss"
         super().__post_init__()  # type: ignore[no-untyped-call]
         for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
             if getattr(self, name) not in choices:
@@ -198,3 +202,8 @@ class BayesianTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"max_steps must be a number of updates, or -1 for num_train_epochs, got {self.max_steps}: leave it out"
             )
+
+
+def _is_better_low(metric: str | None) -> bool:
+    """Check whether a lower value of ``metric_for_best_model`` is better, by the end of its name."""
+    return metric is not None and metric.rpartition("_")[2] in BETTER_LOW

@@ -50,3 +50,21 @@ def test_an_access_token_is_not_printed(tmp_path: Path) -> None:
     args = BayesianTrainingArguments(str(tmp_path), hub_token="hf_secret", use_cpu=True)
     assert "hf_secret" not in repr(args) + str(args)
     assert "learning_rate" in repr(args)
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [
+        ("nll", False),
+        ("eval_heldout_nll", False),
+        ("ece", False),
+        ("accuracy", True),
+        ("eval_loss", False),
+        (None, None),
+    ],
+)
+def test_the_best_model_has_the_lowest_nll(tmp_path: Path, metric: str | None, greater: bool | None) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), metric_for_best_model=metric, use_cpu=True)
+    assert args.greater_is_better is greater
+    given = BayesianTrainingArguments(str(tmp_path), metric_for_best_model="nll", greater_is_better=True, use_cpu=True)
+    assert given.greater_is_better
