@@ -71,6 +71,8 @@ def distil(
             members agree everywhere.
     """
     _check(rows, batch_size)
+    if other is not None and not len(other):
+        raise ValueError("other must hold rows of another kind, got none: leave it out, or give some")
     loaded = read(posterior)
     _check_size(len(rows), TASKS[loaded.config.task])
     plain = dataclasses.replace(loaded, student=None, config=dataclasses.replace(loaded.config, student={}))

@@ -83,7 +83,9 @@ class Evaluator:
             self._batches = None
         self.latest = _evaluation(batches, next_tokens=self._setup.model.shifts_labels)
         self.last = {**self.last, prefix: self.latest}
-        output.metrics.update({f"{prefix}_{name}": value for name, value in self.latest.metrics.items()})
+        # Trainer's loss is no likelihood; a figure that compute_metrics returns is the user's own, whatever its name
+        own = {f"{prefix}_{name}": value for name, value in self.latest.metrics.items()}
+        output.metrics.update(own | {name: value for name, value in output.metrics.items() if name != f"{prefix}_loss"})
         return output
 
     def step(

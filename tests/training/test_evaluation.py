@@ -314,3 +314,10 @@ def test_epistemic_uncertainty_is_zero_for_one_member_only(tmp_path, members):
     found = trainer.evaluate()
     assert (found["eval_epistemic"] == 0) == (members == 1)
     assert found["eval_total"] == pytest.approx(found["eval_aleatoric"] + found["eval_epistemic"], rel=1e-6)
+
+
+def test_a_figure_of_compute_metrics_keeps_its_own_value(tmp_path):
+    trainer = causal_lm(tmp_path, compute_metrics=lambda prediction: {"nll": 7.0, "own": 3.0})
+    metrics = trainer.evaluate()
+    assert (metrics["eval_nll"], metrics["eval_own"]) == (7, 3)
+    assert metrics["eval_loss"] == trainer.evaluate()["eval_loss"] != 7
