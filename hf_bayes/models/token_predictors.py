@@ -114,13 +114,7 @@ class LinearisedTokens(MemberTokens):
 
     def check_shown(self) -> None:
         """Raise if shown members would be linear around one of several means, since their component is unknown."""
-        num_components = len(self.linearisation.gaussian.means)
-        if num_components > 1:
-            raise ValueError(
-                f"the posterior is a mixture of {num_components} Gaussians, and a linearised member belongs to the "
-                "one it was drawn from, which is unknown for shown members: predict by the members that the model was "
-                "loaded with (show(None)), or without linearisation (linearise(None))"
-            )
+        self.linearisation.refuse_shown()
 
     @contextmanager
     def open(self, model: BayesianModel) -> Iterator[None]:
