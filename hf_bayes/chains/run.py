@@ -91,6 +91,11 @@ class Run(Generic[State]):
         """The positions of the chains [M, d]."""
         return self._start if self.state is None else self.state.theta
 
+    @property
+    def num_sampled(self) -> int:
+        """The number of draws so far of each chain; ``draws`` of a run that was stopped may hold its last states."""
+        return sum(step <= self.num_updates for step in self.problem.draw_steps)
+
     @torch.no_grad()
     def update(self, batches: list[Any], learning_rate: float | None = None) -> StepRecord[State]:
         """Advance all chains by one update.

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_bayes.posteriors.config import PosteriorConfig
+from hf_bayes.posteriors.model_card_explanations import awaits_temperature
 
 FIGURES = {
     "accuracy": "accuracy",
@@ -31,7 +32,8 @@ def table(config: PosteriorConfig, directory: str) -> Table:
 def _rows(config: PosteriorConfig, directory: str) -> dict[str, str]:
     metrics = config.metrics
     temperature = config.method.get("temperature", 1.0)
-    rows = {"method": f"{config.method['name']} at temperature {temperature:g}"}
+    words = "no temperature chosen" if awaits_temperature(config.method) else f"at temperature {temperature:g}"
+    rows = {"method": f"{config.method['name']} {words}"}
     if config.num_members:
         rows["members"] = str(config.num_members)
     if config.num_data is not None:

@@ -65,6 +65,11 @@ class Measurements:
             chain: the harmonic mean over the updates after burn-in at which it was measured.
         ramped: True if the temperature rose from 0 in each cycle.
         chosen_temperature: the T below 1 that held-out rows chose from a ladder; None without such a choice.
+        stopped_at: the number of updates after which the run was stopped (``EarlyStoppingCallback``); None for a run
+            that made all of its updates.
+        num_planned_updates: the number of updates that a run that was stopped would have made; else None.
+        num_draws_before_stop: the number of draws of each chain until then; else None. If it is 0, the last states of
+            the chains are in the place of draws.
     """
 
     dim: int
@@ -105,6 +110,9 @@ class Measurements:
     noise_ratio: Sequence[float] | None = None
     ramped: bool = False
     chosen_temperature: float | None = None
+    stopped_at: int | None = None
+    num_planned_updates: int | None = None
+    num_draws_before_stop: int | None = None
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
@@ -117,6 +125,11 @@ class Measurements:
     def num_chains(self) -> int:
         """The number of chains."""
         return len(self.distance)
+
+    @property
+    def has_no_draws(self) -> bool:
+        """True if a sampler was stopped before its first draw. An optimiser or the fit of a Gaussian may end early."""
+        return self.kind == "chains" and self.num_draws_before_stop == 0
 
     @property
     def num_independent(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS, rhat_by_chance
+from hf_bayes.diagnostics.early_stop import check_stop
 from hf_bayes.diagnostics.informed_spread import DRIFT_TOLERANCE, MAX_SPREAD_ERROR, SPREAD_TOLERANCE
 from hf_bayes.diagnostics.measurements import Measurements
 from hf_bayes.diagnostics.plausibility import is_implausible
@@ -57,6 +58,7 @@ class Diagnostics(Measurements):
     def complaints(self) -> list[str]:
         """The faults of the run and what is not known about it, with remedies, the gravest first."""
         checks: tuple[Callable[[], str | None], ...] = (
+            lambda: check_stop(self),
             self._check_finite,
             self._check_plausible,
             self._check_moved,
@@ -103,11 +105,13 @@ class Diagnostics(Measurements):
 
     @property
     def _is_chosen(self) -> bool:
-        """True if predictions chose T < 1, and the chains are in places that prior and data allow.
+        """True if predictions chose T < 1, and there are draws, in places that prior and data allow.
 
         A ladder does not wait until chains arrive at such a T: they need not be draws of any posterior.
         """
-        return self.chosen_temperature is not None and not (self._check_finite() or self._check_plausible())
+        if self.has_no_draws or self._check_finite() or self._check_plausible():
+            return False
+        return self.chosen_temperature is not None
 
     @property
     def epistemic_size(self) -> Literal["right", "too large", "too small"] | None:
@@ -249,7 +253,9 @@ class Diagnostics(Measurements):
     @property
     def _knows_spread(self) -> bool:
         """True if the spread was measured precisely enough to find an error of the size of the tolerance."""
-        if self.kind == "optimum" or self.informed_spread is None or self.informed_spread_std_error is None:
+        if self.kind == "optimum" or self.has_no_draws:
+            return False
+        if self.informed_spread is None or self.informed_spread_std_error is None:
             return False
         scale = max(abs(self.informed_spread), self.temperature or 1.0)
         return math.isfinite(self.informed_spread) and self.informed_spread_std_error <= MAX_SPREAD_ERROR * scale
@@ -264,7 +270,7 @@ class Diagnostics(Measurements):
             unknown = "convergence not measured: the Gaussian was not compared with the posterior"
             return None if self._knows_spread else unknown
         if self.rhat is None:
-            return "convergence not measured: no R-hat"
+            return None if self.has_no_draws else "convergence not measured: no R-hat"
         if math.isnan(self.rhat):
             return "convergence not known: R-hat needs at least 2 chains of 4 draws that vary, or 1 of 8"
         rhats = {"": self.rhat, " of single terms": self.rhat_terms, " of logits": self.rhat_logits}

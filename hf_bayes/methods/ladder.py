@@ -302,20 +302,21 @@ class _Ladder:
 
     def finish(self, state: Any, draws: Tensor) -> Any:
         """Return the draws of all chains."""
-        rung = self.rungs[int(state.ladder_rung[0])]
-        return rung.rule.finish(inner_state(state), self._kept(state, draws))
+        return self.rungs[int(state.ladder_rung[0])].rule.finish(inner_state(state), self._kept(state, draws))
 
     def final_pass(self, state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
         """Return the draws, the held-out scores of the rungs, and the settings that were chosen."""
+        if len(state.ladder_rung.unique()) > 1:  # a run that was stopped before the choice: it keeps its ladder
+            return FinalPassResult(self.finish(state, draws), {})
         if self.scales and draws.shape[1] == len(self.draws):  # a run that was stopped has fewer
             state = self._review(state, self.draws[-1], data_pass, self._kept(state, draws))
-        index = int(state.ladder_rung[0])
+        index, drawn = int(state.ladder_rung[0]), state.ladder_drawn[0, : draws.shape[1]].tolist()
         report = {
             "ladder_temperature": [rung.temperature for rung in self.rungs],
             "ladder_prior_scale": [rung.prior_scale for rung in self.rungs],
             "ladder_nll": state.ladder_nll[0].tolist(),
             "ladder_lost": [bool(lost) for lost in state.ladder_lost],
-            "ladder_drawn_at": [self.rungs[index].temperature for index in state.ladder_drawn[0].tolist()],
+            "ladder_drawn_at": [self.rungs[rung].temperature for rung in drawn],
         }
         fields = {"ladder": None, "temperature": self.rungs[index].temperature, **self.config.rungs[index]}
         return FinalPassResult(self.finish(state, draws), report, None, fields)

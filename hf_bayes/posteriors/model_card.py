@@ -24,7 +24,7 @@ from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import fingerprint_of
 from hf_bayes.posteriors.hub import CARD, is_local
 from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
-from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
+from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, awaits_temperature, explanation
 from hf_bayes.posteriors.sidecars import is_sidecar
 from hf_bayes.posteriors.tasks import TASKS
 
@@ -249,7 +249,7 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "data_unit": unit if config["data_unit"] == "token" else config["data_unit"],
         "method_name": one_line(method["name"]) or "unnamed",
         "method_words": METHODS.get(method["name"]),
-        "temperature": str(method["temperature"]) if "temperature" in method else "not recorded",
+        "temperature": _temperature(method),
         "prior": _prior(config["prior"]),
         "fields": {key: value for key, value in _flat(method).items() if key != "name" and value is not None},
         "diagnostics": _rows(config["diagnostics"], DIAGNOSTICS, skip=("verdict", "converged")),
@@ -269,6 +269,13 @@ def _weights(subspace: str, *, adapter: bool) -> str:
     known = {"last_layer": "the last layer", "last_block": "the last block", "all": "all weights"}
     known["trainable"] = "the LoRA adapter" if adapter else "the trainable weights"
     return known.get(subspace, f"the weights that match {subspace}")
+
+
+def _temperature(method: Mapping[str, Any]) -> str:
+    """Return T as it stands in the config, or words if it is not known."""
+    if awaits_temperature(method):
+        return "not chosen: the run was stopped too early"
+    return str(method["temperature"]) if "temperature" in method else "not recorded"
 
 
 def _prior(prior: Mapping[str, Any]) -> str:

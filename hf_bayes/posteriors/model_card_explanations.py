@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 METHODS = {
     "agps": "adaptive Gaussian-proposal sampling",
     "blob": "Bayesian low-rank adaptation by backpropagation (BLoB)",
@@ -61,8 +64,10 @@ DIAGNOSTICS = {
     "mirrored": "Whether every second chain had minus the noise of the chain before it. Such a pair counts as one.",
     "noise_ratio": "Variance of the sampler's noise over the variance of minibatch gradients. Good: well above 1.",
     "num_chains": "Number of chains.",
+    "num_draws_before_stop": "Number of draws of a chain until the run was stopped. If it is 0, there are no draws.",
     "num_logits": "Number of recorded logits.",
     "num_moves": "Number of proposals of a chain after burn-in.",
+    "num_planned_updates": "Number of updates that the run would have made without the stop.",
     "num_tensors": "Number of random tensors.",
     "num_terms": "Number of recorded training labels.",
     "num_values": "Number of values of each chain behind R-hat and ESS.",
@@ -74,6 +79,7 @@ DIAGNOSTICS = {
     "informed_spread": "Temperature of the positions where the data outweigh the prior. Good: within 15 % of T.",
     "informed_spread_std_error": "Standard error of informed_spread.",
     "prior_loss_ratio": "Loss of log prior density of each chain over what data and T can explain. Good: below 10.",
+    "stopped_at": "Number of updates after which the run was stopped, before its end.",
     "temperature": "Temperature T of the sampled distribution. 1 is the Bayes posterior.",
     "unmoved": "Share of weights that rounding kept unchanged in the first update. Good: 0.01 or less.",
     "values": "Quantity behind R-hat and ESS.",
@@ -117,6 +123,12 @@ METRICS = {
     "total": "Mean entropy of the predictions: aleatoric + epistemic.",
 }
 """The name of a held-out figure -> its meaning and its good values."""
+
+
+def awaits_temperature(method: Mapping[str, Any]) -> bool:
+    """Return whether held-out rows were to choose T from a ladder, and the run was stopped before they did."""
+    ladder = method.get("ladder")
+    return isinstance(ladder, Mapping) and "temperature" in ladder
 
 
 def explanation(words: dict[str, str], name: str) -> str:

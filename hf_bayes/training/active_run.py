@@ -277,7 +277,7 @@ class ActiveRun:
         self.method = settled(self.method, parts[0])
         names = parts[0].report
         report = {name: [value for part in parts for value in part.report[name]] for name in names}
-        tell_ladder(self.method.name, parts[0], self.host)
+        tell_ladder(self.method.name, parts[0], self.host, sampled=self.run.num_sampled > 0)
         approximations = [part.approximation for part in parts]
         whole = approximations[0] if len(parts) == 1 else joined(approximations)
         return Finished(whole, report, LocalMembers())

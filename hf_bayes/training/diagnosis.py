@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Approximation
 from hf_bayes.diagnostics.plausibility import distance_moved, prior_loss_ratio
@@ -110,6 +111,7 @@ class Diagnosis:
             divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
             num_moves=moves if "acceptance" in means else None,
             ramped=method.schedule is not None and method.schedule.has_ramp,
+            **_stop(active.run),
             **{name: means.get(name) for name in _AS_FOUND},
             **convergence,
         )
@@ -231,6 +233,17 @@ class Diagnosis:
         means = self._convergence.gather(torch.stack([probe.mean(1) for probe in monitor.probes], 1)).T.tolist()
         steps = [monitor.probe_steps * (index + 1) for index in range(len(means))]
         return {"step": thinned(steps), "log_lik": rounded(thinned(means))}
+
+
+def _stop(run: Run[Any]) -> dict[str, Any]:
+    """Return the fields of ``Diagnostics`` about a run that was stopped; none for a run that made all its updates."""
+    if run.num_updates >= run.problem.num_steps:
+        return {}
+    return {
+        "stopped_at": run.num_updates,
+        "num_planned_updates": run.problem.num_steps,
+        "num_draws_before_stop": run.num_sampled,
+    }
 
 
 def _kind(found: Approximation, method: MethodConfig) -> str:

@@ -81,8 +81,8 @@ class Outcome:
     def finish(self, active: ActiveRun, diagnosis: Diagnosis) -> None:
         """Make the posterior of a finished run, report its verdict, and let predictions use its members."""
         setup, host = active.setup, active.host
+        _tell_stop(active)
         if not active.run.draws:
-            host.warn("training stopped before the first draw: the chains' current states are taken as draws")
             active.run.take_draw()
         finished = active.finish()
         summary, trace = diagnosis.summary(finished.approximation)
@@ -283,3 +283,21 @@ class Outcome:
             nll, map_nll = found[f"{name}nll"], figures[f"{name}map_nll"]
             compare(active.host, name, nll, map_nll, error, method=active.method)
         return figures
+
+
+def _tell_stop(active: ActiveRun) -> None:
+    """Say where a run was stopped before its end. For a sampler without a draw this is a warning."""
+    host, run, problem = active.host, active.run, active.problem
+    if run.num_updates >= problem.num_steps:
+        return
+    if run.num_sampled:
+        host.say(
+            "training stopped at update %d of %d, after %d of %d draws of each chain",
+            run.num_updates, problem.num_steps, run.num_sampled, len(problem.draw_steps),
+        )  # fmt: skip
+        return
+    tell = host.warn if active.method.temperature > 0 else host.say
+    tell(
+        "training stopped at update %d of %d, before the first draw: the last states of the chains take its place",
+        run.num_updates, problem.num_steps,
+    )  # fmt: skip

@@ -62,8 +62,15 @@ def settled(method: MethodConfig, result: FinalPassResult) -> MethodConfig:
     return replace(method, **result.fields) if result.fields else method
 
 
-def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost) -> None:
-    """Say which rung of a ladder the held-out rows have chosen, and if a lower one was better later."""
+def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost, *, sampled: bool) -> None:
+    """Say which rung of a ladder the held-out rows have chosen, and if a lower one was better later.
+
+    Args:
+        name: of the method.
+        result: of its final pass.
+        host: writes the message.
+        sampled: False if the run was stopped before the first draw.
+    """
     report = result.report
     if "ladder_nll" not in report:
         return
@@ -86,18 +93,19 @@ def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost) -> None:
         )
     words = "the posterior" if temperature == 1 else f"the posterior tempered at T = {temperature:g}, not the posterior"
     scale = (result.fields or {}).get("prior_scale", 1.0)
-    host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, scale)
+    if sampled:
+        host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, scale)
 
 
 def tell_departure(name: str, report: Mapping[str, Any], nll: float, host: TrainerHost) -> None:
     """Warn if the draws predict the held-out rows much worse than their chains did when a ladder's rung was chosen.
 
     Args:
-        report: diagnostics of the run.
+        report: diagnostics of the run. One that was stopped before its first draw has no draws to compare.
         nll: nats per held-out term of the draws.
     """
     best = min(report.get("ladder_nll") or [math.inf])
-    if nll <= MAX_DEPARTURE * best:
+    if nll <= MAX_DEPARTURE * best or report.get("num_draws_before_stop") == 0:
         return
     host.warn(
         "%s: the held-out rows have %.4g nats under the draws, and had %.4g under the chains when T was chosen: the "

@@ -33,6 +33,8 @@ def test_the_table_says_what_was_saved_and_how_good_it_is(tmp_path: Path) -> Non
         text = " ".join(shown(dataclasses.replace(config, diagnostics=diagnostics)).split())
         assert f"chains {words}, see hf-bayes diagnose" in text
     assert "saved in out [x]" in lines
+    stopped = dataclasses.replace(config, method={**config.method, "ladder": {"temperature": [1.0, 0.3]}})
+    assert "method sghmc no temperature chosen" in " ".join(shown(stopped).split())
 
 
 def test_without_held_out_rows_the_table_has_no_figures(tmp_path: Path) -> None:

@@ -205,6 +205,13 @@ def test_card_of_a_temperature_that_predictions_chose_says_so() -> None:
     assert "**Not known.** r_hat 1.4" in render_card(unknown.config.to_dict(), adapter=False)
 
 
+def test_card_of_a_ladder_without_a_choice_states_no_temperature() -> None:
+    values = draws(2).config.to_dict()
+    values["method"] = {**values["method"], "ladder": {"temperature": [1.0, 0.3]}}
+    text = render_card(values, adapter=False)
+    assert "| temperature T | not chosen: the run was stopped too early |" in text
+
+
 def test_card_holds_no_local_path_and_names_a_local_base_as_such() -> None:
     base = {**config().base_model, "name_or_path": "/home/somebody/models/tiny"}
     diagnostics = {"converged": True, "verdict": "see /root/runs/7 and /Users/me/log.txt"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hf_bayes
 from hf_bayes.diagnostics.verdict import Diagnostics
-from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
+from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, awaits_temperature, explanation
 from hf_bayes.training.outcome import KEPT_METRICS
 
 
@@ -13,3 +13,10 @@ def test_every_figure_is_explained() -> None:
     assert hf_bayes.METHODS.keys() - METHODS.keys() == set()
     assert explanation(METRICS, "far_map_nll") == METRICS["map_nll"]
     assert explanation(METRICS, "mine") == ""
+
+
+def test_a_temperature_is_awaited_while_its_ladder_is_there() -> None:
+    assert awaits_temperature({"temperature": 1.0, "ladder": {"temperature": [1.0, 0.3]}})
+    for ladder in (None, {"prior_scale": [1.0, 2.0]}, "temperature", 3):  # files may hold anything
+        assert not awaits_temperature({"temperature": 1.0, "ladder": ladder})
+    assert not awaits_temperature({"temperature": 1.0})

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import logging
+import warnings
+
 import pytest
 import torch
 from datasets import Dataset
 
-from hf_bayes import BayesianModelForCausalLM, MeanFieldConfig, Posterior
+from hf_bayes import BayesianModelForCausalLM, EnsembleConfig, MeanFieldConfig, Posterior
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
+from tests.training.trained import StopAfter
 
 
 def test_posterior_before_training_is_refused(tmp_path):
@@ -53,6 +57,39 @@ def test_held_out_rows_without_a_term_lose_no_posterior(tmp_path, caplog, reason
     kept = trainer.posterior.config.metrics
     assert not any(name.startswith("far_") for name in kept)
     assert {"near_nll", "near_map_nll"} <= kept.keys() if several else not kept
+
+
+@pytest.mark.parametrize(
+    ("method", "updates", "draws"),
+    [
+        (SGHMCConfig(num_chains=2, draws_per_chain=2), 2, 0),
+        (SGHMCConfig(num_chains=2, draws_per_chain=2), 5, 1),
+        (EnsembleConfig(num_chains=2), 2, 0),
+    ],
+)
+def test_a_stopped_run_records_how_far_it_came(tmp_path, caplog, method, updates, draws):
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    run = runs.trainer(tmp_path, method, callbacks=[StopAfter(updates)])
+    run.train()
+    run.save_model()
+    found = run.posterior.config.diagnostics
+    names = ("stopped_at", "num_planned_updates", "num_draws_before_stop")
+    assert [found[name] for name in names] == [updates, 6, draws]
+    told = f"training stopped at update {updates} of 6, " + ("after 1 of 2 draws" if draws else "before the first draw")
+    (record,) = [record for record in caplog.records if told in record.getMessage()]
+    burned = method.temperature > 0 and draws == 0
+    assert record.levelno == (logging.WARNING if burned else logging.INFO)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        Posterior.from_pretrained(tmp_path)
+    words = "did not converge: stopped at update 2 of 6, before sampling: these are no draws of the posterior"
+    assert any(words in str(warning.message) for warning in given) is burned
+
+
+def test_a_whole_run_records_no_stop(tmp_path):
+    run = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
+    run.train()
+    assert run.posterior.config.diagnostics["stopped_at"] is None
 
 
 def test_saving_after_an_evaluation_does_not_evaluate_again(tmp_path, monkeypatch):
