@@ -32,14 +32,41 @@ OTHER_LOSS = (
     "column, or a likelihood of your own (docs/likelihoods.md); a language model takes no other likelihood"
 )
 """The advice of errors about a user's loss."""
+_OWN_OPTIMIZER = (
+    "the method is the optimizer, and training would take no more than a learning rate from another. Leave it out, set "
+    "learning_rate in the arguments, and the rest in the method's config"
+)
+_REFUSED_HOOKS = {
+    "compute_loss": (
+        "training does not call it: the chains use the log-likelihood of the labels. Leave it out. " + OTHER_LOSS
+    ),
+    "get_train_dataloader": (
+        "each chain takes rows of its own, and the scale of the likelihood counts them, so other batches would be "
+        "another posterior. Leave it out: give the rows as train_dataset=, and what makes a batch as data_collator="
+    ),
+    "_get_train_sampler": (
+        "training does not call it: each chain takes the rows in permutations of its own. Leave it out. For rows or "
+        "classes that count more, give likelihood=hf_bayes.Weighted() and their weights in a column "
+        "(docs/likelihoods.md)"
+    ),
+    "create_optimizer": _OWN_OPTIMIZER,
+    "create_optimizer_and_scheduler": _OWN_OPTIMIZER,
+    "get_optimizer_cls_and_kwargs": _OWN_OPTIMIZER,
+    "create_scheduler": (
+        "it would replace the method's schedule, or exceed the peak that frictions are fixed for. Leave it out, and "
+        "set lr_scheduler_type and lr_scheduler_kwargs in the arguments"
+    ),
+}
+"""Methods of Trainer that a class of the user must not have -> why, and what to do instead."""
 _TEMPLATE_FILES = (".jinja", ".j2")
 _TAKEN_OVER = frozenset({"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"})
 """Fields of a model's config that a trainer sets and that stay: special tokens are the tokenizer's."""
 
 
-def refuse_foreign_loss(trainer: type, mixin: type) -> None:
-    """Raise if a class after the mixin defines a loss of its own, which the mixin would silently replace.
+def refuse_foreign_methods(trainer: type, mixin: type) -> None:
+    """Raise if a class before or after the mixin defines a loss, batches or an optimizer of its own.
 
+    A method before the mixin would change the target without a word; one after the mixin would never be called.
     transformers' trainers and TRL's SFTTrainer minimise the negative log-likelihood of labels, as the mixin does, and
     TRL's RewardTrainer and DPOTrainer that of preferences. A loss of a policy or a teacher is another one, under any
     name.
@@ -50,20 +77,25 @@ def refuse_foreign_loss(trainer: type, mixin: type) -> None:
     """
     place = trainer.__mro__.index(mixin)
     for kind in trainer.__mro__[:place]:
-        if "compute_loss" in vars(kind):
-            raise ValueError(
-                f"{kind.__name__} ({kind.__module__}) overrides compute_loss, which training does not call: the chains "
-                f"use the log-likelihood of the labels. Leave compute_loss out. {OTHER_LOSS}"
-            )
+        _refuse_hooks(kind)
     for host in trainer.__mro__[place + 1 :]:
-        own = [name for name in _LOSS_METHODS if name in vars(host)]
-        if own and not _minimises_likelihood(host):
+        if _minimises_likelihood(host):
+            continue
+        if own := [name for name in _LOSS_METHODS if name in vars(host)]:
             raise ValueError(
                 f"{host.__name__} ({host.__module__}) defines a loss of its own ({', '.join(own)}), whose likelihood "
                 "is not supported: the posterior would be of the labels' likelihood instead. Use transformers' Trainer "
                 "or TRL's SFTTrainer, RewardTrainer or DPOTrainer. A class of yours that changes no loss goes before "
                 "the mixin BayesianTrainerMixin"
             )
+        _refuse_hooks(host)
+
+
+def _refuse_hooks(kind: type) -> None:
+    """Raise if a class defines a method of Trainer in ``_REFUSED_HOOKS``."""
+    for name, advice in _REFUSED_HOOKS.items():
+        if name in vars(kind):
+            raise ValueError(f"{kind.__name__} ({kind.__module__}) overrides {name}, which is refused: {advice}")
 
 
 def likelihood_for(

@@ -27,7 +27,7 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost, without_data_parallel
 from hf_bayes.training.dpo_compat import reference_given
 from hf_bayes.training.evaluation import Step
-from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_loss
+from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_methods
 from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
@@ -78,7 +78,7 @@ class BayesianTrainerMixin(PrivateHooks):
         likelihood: LikelihoodConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_foreign_loss(type(self), BayesianTrainerMixin)
+        refuse_foreign_methods(type(self), BayesianTrainerMixin)
         args = copy.copy(args)  # the run sets what transformers reads, and the caller may use the arguments again
         likelihood = likelihood_for(type(self), likelihood, args, kwargs)
         self.rows: TrainingRows | None = None

@@ -92,6 +92,28 @@ def test_a_loss_before_the_mixin_is_refused_and_not_ignored(tmp_path: Path) -> N
         runs.trainer(tmp_path, MAPConfig(), kind=OtherLoss)
 
 
+HOOKS = {
+    "get_train_dataloader": r"give the rows as train_dataset=, and what makes a batch as data_collator=",
+    "_get_train_sampler": r"each chain takes the rows in permutations of its own.*hf_bayes\.Weighted\(\)",
+    "create_optimizer": r"the method is the optimizer.*set learning_rate",
+    "create_optimizer_and_scheduler": r"the method is the optimizer.*set learning_rate",
+    "get_optimizer_cls_and_kwargs": r"the method is the optimizer.*set learning_rate",
+    "create_scheduler": r"set lr_scheduler_type and lr_scheduler_kwargs",
+}
+"""Methods of Trainer with which a user changes what training does -> what to do instead."""
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_own_batches_and_optimizers_are_refused(tmp_path: Path, name: str) -> None:
+    def calls_no_other(self: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    message = rf"^Own \(.*\) overrides {name}, which is refused: .*{HOOKS[name]}"
+    with pytest.raises(ValueError, match=message):  # before the mixin: called by Trainer in place of the mixin's
+        runs.trainer(tmp_path, MAPConfig(), kind=type("Own", (BayesianTrainer,), {name: calls_no_other}))
+    with pytest.raises(ValueError, match=message):  # after the mixin: never called
+        built(type("Own", (Trainer,), {name: calls_no_other}), tmp_path)
+
+
 def test_the_cache_of_the_device_is_emptied_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emptied = []
     monkeypatch.setattr(compat, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
