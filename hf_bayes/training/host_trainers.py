@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Trainer
 
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
@@ -61,6 +61,22 @@ _REFUSED_HOOKS = {
 _TEMPLATE_FILES = (".jinja", ".j2")
 _TAKEN_OVER = frozenset({"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"})
 """Fields of a model's config that a trainer sets and that stay: special tokens are the tokenizer's."""
+
+
+def refuse_order(trainer: type, mixin: type) -> None:
+    """Raise if a class has a trainer of transformers or TRL before the mixin, which then gets arguments of the mixin.
+
+    Args:
+        trainer: the class that is being defined.
+        mixin: the class of ours.
+    """
+    before = trainer.__mro__[: trainer.__mro__.index(mixin)]
+    if any(issubclass(kind, Trainer) and _name_of(kind)[0] in ("transformers", "trl") for kind in before):
+        hosts = [base.__name__ for base in trainer.__bases__ if not issubclass(base, mixin)]
+        raise ValueError(
+            f"the bases of {trainer.__name__} have {mixin.__name__} after the trainer that it extends: write "
+            f"class {trainer.__name__}({', '.join([mixin.__name__, *hosts])})"
+        )
 
 
 def refuse_foreign_methods(trainer: type, mixin: type) -> None:
@@ -129,6 +145,18 @@ def likelihood_for(
 def is_dpo(trainer: type) -> bool:
     """Return whether a class is TRL's DPOTrainer, or derived from it."""
     return any(_name_of(kind) == ("trl", "DPOTrainer") for kind in trainer.__mro__)
+
+
+def host_config(trainer: type) -> str | None:
+    """Return the name of the config that a trainer of TRL needs, such as SFTConfig; None for other trainers."""
+    names = (name for package, name in map(_name_of, trainer.__mro__) if package == "trl" and name in _OF_TRL)
+    found = next(names, None)
+    return None if found is None else found.replace("Trainer", "Config")
+
+
+def has_config(args: type, config: str | None) -> bool:
+    """Return whether a class of arguments derives from TRL's config of that name; None needs none."""
+    return config is None or ("trl", config) in map(_name_of, args.__mro__)
 
 
 def _direct_preferences(given: LikelihoodConfig | None, args: Any, kwargs: Mapping[str, Any]) -> DirectPreferences:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from peft import PeftModel
@@ -13,7 +14,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.refusals import compiling_blocks
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.training.arguments import PRECISIONS, BayesianTrainingArguments
-from hf_bayes.training.host_trainers import OTHER_LOSS, refuse_loss_settings
+from hf_bayes.training.host_trainers import OTHER_LOSS, has_config, host_config, refuse_loss_settings
 from hf_bayes.training.refusals import require_rows
 
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -38,11 +39,18 @@ _REFUSED_OBJECTS = {
 """Further arguments of a trainer -> why they are refused, and what to do."""
 
 
-def refuse_model_init(model: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a function that makes the model, because the random weights belong to one model from the start.
+def refuse_types(trainer: type, model: Any, args: Any, kwargs: dict[str, Any]) -> BayesianTrainingArguments:
+    """Refuse a model and arguments of other types, before anything is read from them.
 
+    The random weights belong to one model from the start, so a function that makes a model is refused, too.
+
+    Args:
+        trainer: the class that is being made.
+        kwargs: the other arguments for the host trainer's ``__init__``.
+    Returns:
+        ``args``, which are of the right type.
     Raises:
-        ValueError: if ``model_init`` is given, or neither it nor a model.
+        ValueError: naming the type that is expected.
     """
     if kwargs.get("model_init") is not None:
         raise ValueError(
@@ -51,17 +59,51 @@ def refuse_model_init(model: Any, kwargs: dict[str, Any]) -> None:
         )
     if model is None:
         raise ValueError("model is missing, expected a transformers or peft model: give it as model=")
+    _refuse_other_arguments(type(args), host_config(trainer))
+    named = is_place(model) and hasattr(args, "model_init_kwargs")  # TRL's trainers load it
+    if not named and not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
+        got = f"the name {os.fspath(model)!r}: load it (from_pretrained)" if is_place(model) else type(model).__name__
+        raise ValueError(f"model must be a transformers or peft model, got {got}")
+    checked: BayesianTrainingArguments = args
+    return checked
 
 
-def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> BayesianTrainingArguments:
+def _refuse_other_arguments(kind: type, config: str | None) -> None:
+    """Raise if arguments are not ours, lack the fields of a host's config, or take their defaults from it.
+
+    Args:
+        kind: the class of the arguments.
+        config: the name of the host's config; None if the host has none.
+    """
+    if not issubclass(kind, BayesianTrainingArguments) or not has_config(kind, config):
+        foreign = issubclass(kind, TrainingArguments) and kind.__module__.partition(".")[0] != "transformers"
+        config = config or (kind.__name__ if foreign else None)
+        if config is None:
+            raise ValueError(
+                f"args must be BayesianTrainingArguments, got {kind.__name__}: put BayesianTrainingArguments in its "
+                "place. It takes the same arguments, and has other defaults"
+            )
+        raise ValueError(
+            f"args must be both BayesianTrainingArguments and {config}, got {kind.__name__}: define class "
+            f"Args(BayesianTrainingArguments, {config}): ..., and give args=Args(...). It takes the arguments of "
+            f"{config}, and has other defaults"
+        )
+    for other in kind.__mro__[: kind.__mro__.index(BayesianTrainingArguments)]:
+        if issubclass(other, TrainingArguments) and not issubclass(other, BayesianTrainingArguments):
+            raise ValueError(
+                f"{other.__name__} comes before BayesianTrainingArguments in the bases of {kind.__name__}, so the "
+                "learning rate, the schedule and the clipping of its defaults would count as given. Turn them round: "
+                f"class {kind.__name__}(BayesianTrainingArguments, {other.__name__}): ..."
+            )
+
+
+def refuse_arguments(args: BayesianTrainingArguments, method: MethodConfig, model: Any, kwargs: dict[str, Any]) -> None:
     """Refuse settings that would silently change the target distribution, or that this trainer does not support.
 
-    Returns:
-        ``args``, which are of the right type.
     Raises:
         ValueError: naming the argument and the value to set instead.
     """
-    _refuse_types(args, method, model)
+    check_config(method)
     refuse_loss_settings(args)
     _refuse_devices(args, model)
     _refuse_optimizer_settings(args, method)
@@ -78,20 +120,6 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
     for name, advice in _REFUSED_OBJECTS.items():
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: {advice}")
-    checked: BayesianTrainingArguments = args
-    return checked
-
-
-def _refuse_types(args: Any, method: Any, model: Any) -> None:
-    if not isinstance(args, BayesianTrainingArguments):
-        raise ValueError(
-            f"args must be BayesianTrainingArguments, got {type(args).__name__}: put BayesianTrainingArguments in its "
-            "place. It takes the same arguments, and has other defaults"
-        )
-    check_config(method)
-    named = is_place(model) and hasattr(args, "model_init_kwargs")  # TRL's trainers load it
-    if not named and not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
-        raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")
 
 
 def _refuse_devices(args: Any, model: Any) -> None:

@@ -27,7 +27,7 @@ from hf_bayes.training.memory_check import require_memory
 from hf_bayes.training.own_choices import recommended_method
 from hf_bayes.training.prepared_model import prepared, unit_of
 from hf_bayes.training.refusals import refuse_other_priors, refuse_other_weights
-from hf_bayes.training.refused_arguments import refuse_arguments, refuse_model_init
+from hf_bayes.training.refused_arguments import refuse_arguments
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.likelihoods import Likelihood
@@ -69,7 +69,7 @@ class Setup(NamedTuple):
 def set_up(
     model: Any,
     method: MethodConfig | None,
-    args: BayesianTrainingArguments | None,
+    args: BayesianTrainingArguments,
     *,
     subspace: str,
     prior: Any,
@@ -87,12 +87,11 @@ def set_up(
         ValueError: for arguments, a model, a prior or a launch with which the method would not sample the posterior
             of this model.
     """
-    refuse_model_init(model, kwargs)
     rewards = isinstance(likelihood, BradleyTerry)
     if method is None:
         unit, data = unit_of(model, args, rewards=rewards), (kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         method = recommended_method(unit, args, *data, inherits=prior is not None)
-    args = refuse_arguments(args, method, model, kwargs)
+    refuse_arguments(args, method, model, kwargs)
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
     with (

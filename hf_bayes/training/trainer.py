@@ -27,12 +27,12 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost, without_data_parallel
 from hf_bayes.training.dpo_compat import reference_given
 from hf_bayes.training.evaluation import Step
-from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_methods
+from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_methods, refuse_order
 from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
 from hf_bayes.training.private_hooks import PrivateHooks
-from hf_bayes.training.refused_arguments import refuse_accelerator
+from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_types
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
@@ -66,6 +66,10 @@ class BayesianTrainerMixin(PrivateHooks):
 
     loss_is_scaled_for_ga = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_order(cls, BayesianTrainerMixin)
+
     def __init__(
         self,
         model: PreTrainedModel | PeftModel | BayesianModel | str | os.PathLike[str] | None = None,
@@ -79,6 +83,7 @@ class BayesianTrainerMixin(PrivateHooks):
         **kwargs: Any,
     ) -> None:
         refuse_foreign_methods(type(self), BayesianTrainerMixin)
+        args = refuse_types(type(self), model, args, kwargs)
         args = copy.copy(args)  # the run sets what transformers reads, and the caller may use the arguments again
         likelihood = likelihood_for(type(self), likelihood, args, kwargs)
         self.rows: TrainingRows | None = None

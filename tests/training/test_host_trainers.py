@@ -176,6 +176,19 @@ def test_columns_that_the_host_keeps_for_its_collator_are_kept(tmp_path: Path) -
     assert {"seq_lengths", "input_ids", "attention_mask", "labels"} <= set(trainer._signature_columns)
 
 
+def test_a_trainer_before_the_mixin_is_refused_by_name() -> None:
+    class TimedTrainer(Trainer): ...
+
+    class Cooperates(TimedTrainer, BayesianTrainer): ...  # a user's own class may come before the mixin
+
+    for bases in ((Trainer, BayesianTrainerMixin), (TimedTrainer, BayesianTrainerMixin)):
+        with pytest.raises(ValueError, match=rf"write class Own\(BayesianTrainerMixin, {bases[0].__name__}\)$"):
+            type("Own", bases, {})
+    sft = type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer.sft_trainer"})
+    with pytest.raises(ValueError, match=r"write class Own\(BayesianTrainerMixin, SFTTrainer\)$"):
+        type("Own", (sft, BayesianTrainer), {})
+
+
 def reward_host() -> type:
     """Return a class that looks like TRL's RewardTrainer."""
     return type("RewardTrainer", (OwnLoss,), {"__module__": "trl.trainer.reward_trainer", "compute_loss": None})

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
-from hf_bayes.training.refused_arguments import REFUSED, refuse_arguments
+from hf_bayes import BayesianTrainer, BayesianTrainerMixin, BayesianTrainingArguments, MAPConfig
+from hf_bayes.training.refused_arguments import REFUSED, refuse_arguments, refuse_types
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
 FURTHER: dict[str, dict[str, Any]] = {
@@ -78,4 +79,52 @@ def test_advice_on_compiling_names_the_blocks_of_the_model(tmp_path: Path) -> No
 
 def test_the_defaults_are_not_refused(tmp_path: Path, model: PreTrainedModel) -> None:
     args = BayesianTrainingArguments(str(tmp_path), use_cpu=True, push_to_hub=True)
-    assert refuse_arguments(args, MAPConfig(), model, {}) is args
+    refuse_arguments(args, MAPConfig(), model, {})
+    assert refuse_types(BayesianTrainer, model, args, {}) is args
+
+
+@dataclass
+class SFTConfig(TrainingArguments):
+    """Arguments that look like TRL's."""
+
+    learning_rate: float = 2e-5
+
+
+SFTConfig.__module__ = "trl.trainer.sft_config"
+
+
+class InOrder(BayesianTrainingArguments, SFTConfig): ...
+
+
+class Reversed(SFTConfig, BayesianTrainingArguments): ...
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "RewardTrainer"])
+def test_arguments_of_a_host_are_ours_and_its_config(tmp_path: Path, model: PreTrainedModel, name: str) -> None:
+    host, own = type(name, (Trainer,), {"__module__": "trl.trainer"}), name.replace("Trainer", "Config")
+    trainer = type("Bayesian", (BayesianTrainerMixin, host), {})
+    for given in (None, TrainingArguments(str(tmp_path)), BayesianTrainingArguments(str(tmp_path))):
+        message = rf"args must be both BayesianTrainingArguments and {own}, got {type(given).__name__}: define class "
+        with pytest.raises(ValueError, match=message + rf"Args\(BayesianTrainingArguments, {own}\): \.\.\., and give"):
+            trainer("a-base", args=given)
+
+
+def test_a_host_takes_arguments_that_are_also_its_config(tmp_path: Path, model: PreTrainedModel) -> None:
+    host = type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer"})
+    args = InOrder(str(tmp_path))
+    assert refuse_types(type("Bayesian", (BayesianTrainerMixin, host), {}), model, args, {}) is args
+    assert args.learning_rate is None
+
+
+def test_arguments_of_another_library_are_told_how_to_derive(tmp_path: Path, model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"got SFTConfig: define class Args\(BayesianTrainingArguments, SFTConfig\)"):
+        BayesianTrainer(model, args=SFTConfig(str(tmp_path)))
+    with pytest.raises(ValueError, match=r"got TrainingArguments: put BayesianTrainingArguments in its place"):
+        BayesianTrainer(model, args=TrainingArguments(str(tmp_path)))
+
+
+def test_arguments_with_the_defaults_of_a_host_are_refused(tmp_path: Path, model: PreTrainedModel) -> None:
+    args = Reversed(str(tmp_path))
+    assert args.learning_rate == 2e-5
+    with pytest.raises(ValueError, match=r"round: class Reversed\(BayesianTrainingArguments, SFTConfig\): \.\.\.$"):
+        BayesianTrainer(model, args=args)
