@@ -10,6 +10,13 @@ from torch.utils.data import DataLoader, IterableDataset
 _EXPECTED = "a list or data set of rows, each a mapping such as {'input_ids': [...], 'labels': [...]}"
 
 
+_OF_LABELS = (
+    "DataCollatorForTokenClassification(tokenizer) for labels of tokens (DataCollatorForSeq2Seq(tokenizer) for a "
+    "language model)"
+)
+"""Collators that pad labels."""
+
+
 def require_dataset(dataset: Any, name: str, why: str = "N is needed to scale the likelihood") -> None:
     """Raise a ValueError for a value that holds no rows: a text, a number, splits by name, an empty list.
 
@@ -30,7 +37,7 @@ def require_dataset(dataset: Any, name: str, why: str = "N is needed to scale th
 
 
 def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``collate`` with another error where it fails: for a row that is no mapping, or rows of unequal length.
+    """Return ``collate`` with another error where it fails for a row that is no mapping, text, or unequal lengths.
 
     Args:
         collate: rows -> a batch. A collator may read rows that are not mappings; then it does not fail.
@@ -43,6 +50,7 @@ def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
         except Exception as error:
             odd = [row for row in rows if not isinstance(row, Mapping) and not hasattr(row, "__dict__")]
             if not odd:
+                _refuse_text(collate, rows, name, error)
                 _refuse_unequal(rows, name, error)
                 raise
             raise ValueError(
@@ -54,19 +62,42 @@ def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
     return collated
 
 
+def _refuse_text(collate: Callable[..., Any], rows: Any, name: str, error: Exception) -> None:
+    """Raise if columns of text are the reason for ``error``: without them ``collate`` makes a batch."""
+    if not all(isinstance(row, Mapping) for row in rows):
+        return
+    columns = [column for column in rows[0] if any(_is_text(row.get(column)) for row in rows)]
+    if not columns:
+        return
+    try:
+        collate([{column: value for column, value in row.items() if column not in columns} for row in rows])
+    except Exception:
+        return  # some collators skip text, and others read it
+    raise ValueError(
+        f"{name} has text in {', '.join(map(repr, columns))}, of which the data collator made no batch "
+        f"({error!s:.200}): leave it out, by remove_columns({columns}) of the data set, or remove_unused_columns=True "
+        "in a trainer's arguments"
+    ) from error
+
+
 def _refuse_unequal(rows: Any, name: str, error: Exception) -> None:
     """Raise if the collator failed with ``error`` on mappings whose sequences have unequal shapes: it did not pad."""
     if not isinstance(error, (ValueError, RuntimeError)) or not all(isinstance(row, Mapping) for row in rows):
         return  # torch and numpy raise these for tensors of unequal shapes
-    for column in rows[0]:
+    for column in sorted(rows[0], key=lambda name: name != "labels"):  # a collator may pad all columns but labels
         shapes = sorted({shape for row in rows if (shape := _shape(row.get(column))) is not None})
         if len(shapes) > 1:
             raise ValueError(
                 f"{name} has rows of unequal length (shapes {list(shapes[0])} and {list(shapes[-1])} in {column!r}), "
-                f"of which the data collator made no batch ({error!s:.200}): give a collator that pads, such as "
-                "transformers.DataCollatorWithPadding(tokenizer), as collate= of a function or data_collator= of a "
-                "trainer"
+                f"of which the data collator made no batch ({error!s:.200}): give a collator that pads {column!r}, "
+                f"such as transformers.{_OF_LABELS if column == 'labels' else 'DataCollatorWithPadding(tokenizer)'}, "
+                "as collate= of a function or data_collator= of a trainer"
             ) from error
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text or a list of texts, such as the words of a sentence."""
+    return isinstance(value[0] if isinstance(value, (list, tuple)) and value else value, str)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

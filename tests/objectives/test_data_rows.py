@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import default_data_collator
+from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, default_data_collator
 
 from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
+from tests.tiny_models import tiny_tokenizer
 
 
 class Counted(IterableDataset[int]):
@@ -53,6 +54,30 @@ def test_rows_of_unequal_length_are_told_to_be_padded(of: Any) -> None:
     words = r"data has rows of unequal length \(shapes \[7\] and \[8\] in 'input_ids'\), .*DataCollatorWithPadding.*"
     with pytest.raises(ValueError, match=words + "collate= .* data_collator="):
         collate(rows)
+
+
+@pytest.mark.parametrize("text", ["words", ["two", "words"]], ids=["text", "words"])
+def test_text_that_no_collator_pads_is_named_first(text: Any) -> None:
+    rows = [{"text": text, "input_ids": [3] * length, "labels": 0} for length in (8, 7)]
+    words = (
+        r"data has text in 'text', of which .*: leave it out, by remove_columns\(\['text'\]\) .*remove_unused_columns"
+    )
+    with pytest.raises(ValueError, match=words):
+        in_words(DataCollatorWithPadding(tiny_tokenizer()), "data")(rows)
+    with pytest.raises(ValueError, match=r"unequal length .* in 'input_ids'"):  # a collator that skips text
+        in_words(default_data_collator, "data")([{**row, "text": "words"} for row in rows])
+
+
+def test_labels_of_unequal_length_need_a_collator_of_labels() -> None:
+    rows = [{"input_ids": [3] * length, "labels": [1] * length} for length in (8, 7)]
+    words = (
+        r"shapes \[7\] and \[8\] in 'labels'.* pads 'labels', such as transformers.DataCollatorForTokenClassification"
+    )
+    for collate in (DataCollatorWithPadding(tiny_tokenizer()), default_data_collator):
+        with pytest.raises(ValueError, match=words):
+            in_words(collate, "data")(rows)
+    collate = in_words(DataCollatorForTokenClassification(tiny_tokenizer()), "data")
+    assert collate(rows)["labels"].tolist() == [[1] * 8, [1] * 7 + [-100]]
 
 
 def test_errors_of_a_collator_on_equal_rows_stay_its_own() -> None:

@@ -100,7 +100,7 @@ class Reversed(SFTConfig, BayesianTrainingArguments): ...
 
 
 @pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "RewardTrainer"])
-def test_arguments_of_a_host_are_ours_and_its_config(tmp_path: Path, model: PreTrainedModel, name: str) -> None:
+def test_arguments_of_a_host_are_ours_and_its_config(tmp_path: Path, name: str) -> None:
     host, own = type(name, (Trainer,), {"__module__": "trl.trainer"}), name.replace("Trainer", "Config")
     trainer = type("Bayesian", (BayesianTrainerMixin, host), {})
     for given in (None, TrainingArguments(str(tmp_path)), BayesianTrainingArguments(str(tmp_path))):
