@@ -55,8 +55,11 @@ def fetch(
         download: options named in ``DOWNLOAD``, passed to ``huggingface_hub.snapshot_download``.
     Raises:
         OSError: if there is neither a directory nor a repository.
-        ValueError: if ``subfolder`` leads out of the directory.
+        ValueError: if ``source`` is no text or path, or ``subfolder`` leads out of the directory.
     """
+    if not is_place(source):
+        advice = ": give its .posterior" if hasattr(type(source), "posterior") else ""  # a trainer without a run raises
+        raise ValueError(f"expected a directory or a repository id, got {type(source).__name__}{advice}")
     parts = Path(subfolder or "").parts
     if os.path.isabs(subfolder or "") or ".." in parts:
         raise ValueError(f"subfolder must be a relative path inside {source}, got {subfolder!r}")

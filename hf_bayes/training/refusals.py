@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.inherited_prior import Inherited
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
 from hf_bayes.objectives.private_rows import Stratum
 from hf_bayes.training.arguments import BayesianTrainingArguments
@@ -202,6 +204,20 @@ def refuse_other_priors(prior: str | None, mesh: ChainMesh) -> None:
                 f"process {rank} has another prior= than process 0 (got {got}, expected {expected}): their chains "
                 "would be of two posteriors. Give all processes the same prior"
             )
+
+
+def refuse_overwritten_prior(inherited: Inherited | None, directory: str) -> None:
+    """Refuse to save into the directory of the prior: it would be lost, and the new posterior would name itself.
+
+    Args:
+        inherited: the posterior that is the prior; None for the method's own prior.
+        directory: where the posterior of the run is saved.
+    """
+    if inherited is not None and inherited.posterior.folder == os.path.realpath(directory):
+        raise ValueError(
+            f"{directory!r} holds the posterior that is the prior (prior={inherited.posterior.source!r}): saving there "
+            "would overwrite it, and the record of the new posterior would name itself. Choose another output_dir"
+        )
 
 
 def refuse_other_heldout_rows(found: Sequence[Mapping[str, Any]]) -> None:

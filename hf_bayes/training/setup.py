@@ -26,7 +26,7 @@ from hf_bayes.training.host_trainers import config_kept
 from hf_bayes.training.memory_check import require_memory
 from hf_bayes.training.own_choices import recommended_method
 from hf_bayes.training.prepared_model import prepared, unit_of
-from hf_bayes.training.refusals import refuse_other_priors, refuse_other_weights
+from hf_bayes.training.refusals import refuse_other_priors, refuse_other_weights, refuse_overwritten_prior
 from hf_bayes.training.refused_arguments import refuse_arguments
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
@@ -114,6 +114,7 @@ def set_up(
         start = mesh.from_first(bayesian.theta.detach()[0].clone())
         inherited = None if prior is None else inherit(prior, bayesian, method, data_unit=args.data_unit)
         refuse_other_priors(None if inherited is None else inherited.posterior.fingerprint, mesh)
+        refuse_overwritten_prior(inherited, str(args.output_dir))
         if inherited is not None:
             start = inherited.gaussian.mean.to(start)
         if isinstance(bayesian, BayesianModelForPreferences):

@@ -32,6 +32,7 @@ from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
 from hf_bayes.training.private_hooks import PrivateHooks
+from hf_bayes.training.refusals import refuse_overwritten_prior
 from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_types
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin, required, take_data
@@ -234,6 +235,7 @@ class BayesianTrainerMixin(PrivateHooks):
         if _internal_call:
             Path(directory).mkdir(parents=True, exist_ok=True)
         else:
+            refuse_overwritten_prior(self.setup.inherited, directory)
             self.outcome.save(self.active, directory)
 
     def push_to_hub(  # type: ignore[override]

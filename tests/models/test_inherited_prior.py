@@ -232,6 +232,32 @@ def test_a_prior_of_something_else_is_refused(case: str, inherited: Posterior, t
         trainer(tmp_path, changes.pop("method"), prior=inherited, **changes).train()
 
 
+def test_a_run_never_overwrites_its_prior(inherited: Posterior, tmp_path: Path) -> None:
+    place = tmp_path / "one"
+    inherited.save_pretrained(place)
+    (tmp_path / "link").symlink_to(place)
+    fingerprint = Posterior.from_pretrained(place).fingerprint
+    for prior in (place, str(place), Posterior.from_pretrained(place)):
+        for output in (place, tmp_path / "link"):
+            with pytest.raises(ValueError, match=r"holds the posterior that is the prior .* Choose another output_dir"):
+                trainer(output, MAPConfig(), prior=prior)
+    made = trainer(tmp_path / "two", MAPConfig(), prior=place, max_steps=2, map_updates=0)
+    made.train()
+    with pytest.raises(ValueError, match=r"holds the posterior that is the prior"):
+        made.save_model(str(place))
+    made.save_model()
+    assert Posterior.from_pretrained(place).fingerprint == fingerprint
+    assert Posterior.from_pretrained(tmp_path / "two").config.prior["fingerprint"] == fingerprint
+
+
+def test_a_trainer_as_prior_is_told_to_give_its_posterior(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "1", MAPConfig())
+    with pytest.raises(ValueError, match=r"a directory or a repository id, got BayesianTrainer: give its \.posterior$"):
+        trainer(tmp_path / "2", MAPConfig(), prior=first)
+    with pytest.raises(ValueError, match=r"a directory or a repository id, got int$"):
+        Posterior.from_pretrained(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 def test_a_prior_that_has_a_tokenizer_warns_a_run_that_has_none(
     inherited: Posterior, tmp_path: Path, caplog: Any
