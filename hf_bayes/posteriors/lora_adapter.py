@@ -63,8 +63,7 @@ class Adapter:
             for key, tensor in sorted(stored.items())
         }
         dtypes = {key: tensor.dtype for key, tensor in stored.items()}
-        sidecars = Sidecars({name: (directory / name).read_bytes() for name in sidecars_in(directory)})
-        return cls(str(source), config, tensors, dtypes, _fingerprint_near(directory), sidecars)
+        return cls(str(source), config, tensors, dtypes, _fingerprint_near(directory), _sidecars_of(directory))
 
     def task(self) -> str:
         """Return the task as a posterior names it.
@@ -103,6 +102,14 @@ def _check_tensors(stored: Mapping[str, Tensor], source: str | os.PathLike[str])
         raise ValueError(f"{source}/{ADAPTER}: tensors without any number: {shown(empty)}")
     if odd or not stored:
         raise ValueError(f"{source}/{ADAPTER}: expected floating-point tensors, got {odd or 'none'}")
+
+
+def _sidecars_of(directory: Path) -> Sidecars:
+    """Return the tokenizer and other files beside an adapter."""
+    try:
+        return Sidecars({name: storage.read_bytes(directory, name) for name in sidecars_in(directory)})
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}. Remove this file of the tokenizer, or save it again") from error
 
 
 def _fingerprint_near(directory: Path) -> dict[str, str | None] | None:

@@ -27,7 +27,7 @@ from hf_bayes.posteriors.storage.content import Content
 from hf_bayes.posteriors.storage.group import Alone, Group
 from hf_bayes.posteriors.storage.manifest import MANIFEST, POSTERIOR
 from hf_bayes.posteriors.storage.ownership import check_folder, check_writable
-from hf_bayes.posteriors.storage.read import listed_files, read_directory, read_file
+from hf_bayes.posteriors.storage.read import listed_files, read_bytes, read_directory, read_file
 from hf_bayes.posteriors.storage.recovery import recover
 from hf_bayes.posteriors.storage.seal import check_seal, seal, unseal
 from hf_bayes.posteriors.storage.write import replace_text, write_directory, write_plain
@@ -42,6 +42,7 @@ __all__ = [
     "check_seal",
     "check_writable",
     "listed_files",
+    "read_bytes",
     "read_directory",
     "read_file",
     "recover",

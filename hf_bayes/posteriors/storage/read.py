@@ -89,10 +89,19 @@ def read_file(directory: str | os.PathLike[str], name: str) -> dict[str, Any]:
     Raises:
         OSError, ValueError: as ``read_directory``, except that no hash is checked.
     """
+    content: dict[str, Any] = decode(name, read_bytes(directory, name), where=str(Path(directory) / name))
+    return content
+
+
+def read_bytes(directory: str | os.PathLike[str], name: str) -> bytes:
+    """Return the bytes of a file of a directory without a manifest; a link out of the directory is refused.
+
+    Raises:
+        OSError, ValueError: as ``read_inside``.
+    """
     root = Path(os.path.realpath(directory))
     check_name(name)
-    content: dict[str, Any] = decode(name, read_inside(root, root / name), where=str(root / name))
-    return content
+    return read_inside(root, root / name)
 
 
 def _generation(root: Path) -> tuple[Any, ...]:

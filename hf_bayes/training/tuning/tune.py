@@ -11,7 +11,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from hf_bayes.core.number_checks import is_count
-from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
 from hf_bayes.posteriors.posterior import Posterior
@@ -165,7 +165,7 @@ def _prepare(
     data = given["train_dataset"], given["eval_dataset"]
     with (
         undisturbed(*data, given["data_collator"]),
-        prepared_run(model, MAPConfig(), args, given=given, learning_rate=None) as trainer,
+        prepared_run(model, METHODS["map"](), args, given=given, learning_rate=None) as trainer,
     ):
         rows = tuple(candidates(trainer.bayesian) if callable(candidates) else candidates)
         _check_names(rows)
