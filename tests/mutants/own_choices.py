@@ -98,7 +98,7 @@ OWN_CHOICES = (
           "sum(step <= self.num_updates for step in self.problem.draw_steps)", "len(self.draws) or 1",
           ("training/test_outcome.py::test_a_stopped_run_records_how_far_it_came[method0-2-0]",)),
     Fault("ladder: a run that was stopped before the choice reports one", "methods/ladder.py",
-          "if len(state.ladder_rung.unique()) > 1:", "if False:",
+          "if len(state.ladder_rung.unique()) > 1:", "if len(state.ladder_rung) > 99:",
           ("methods/test_ladder_stops.py::test_a_run_stopped_before_the_choice_reports_no_choice",)),
     Fault("verdict: the allowed heating of all momenta counts as too hot", "diagnostics/temperature_checks.py",
           "high if run.chosen_temperature is None else max(high, (1 + run.heating) * law)", "high",
