@@ -1,4 +1,4 @@
-"""What runs without a learning rate share, on a model and on an energy: the method's own settings, and trials of rates.
+"""The settings of runs without a learning rate, on a model and on an energy: the method's choices, and trials of rates.
 
 A trial runs AdamW at several rates for n updates each; the rate falls linearly to 0. The best rate has the lowest mean
 over the last third of its updates.

@@ -21,6 +21,8 @@ def give_padding(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> None
     A config without the token gets it, too: decoders classify by the last token that is not padding.
     """
     padding = getattr(config, "pad_token_id", None)
+    if padding is not None and not 0 <= padding < len(tokenizer):  # such as the -1 of some older configs
+        padding = None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token if padding is None else tokenizer.convert_ids_to_tokens(padding)
     if config is not None and padding is None:

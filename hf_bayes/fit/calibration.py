@@ -26,8 +26,8 @@ def fit_calibration(
 ) -> Posterior:
     """Return the posterior with a temperature of its mixture, fitted on held-out rows (``metrics.calibration``).
 
-    Loading it applies the temperature. ``save_pretrained`` stores it. A single pass has its stored factors meanwhile. A
-    threshold (``fit_abstention``) that was fitted at another temperature is left out.
+    Loading it applies the temperature. ``save_pretrained`` stores it. The stored factors of a single pass are
+    applied during the fit. A threshold (``fit_abstention``) that was fitted at another temperature is left out.
 
     Args:
         posterior: a posterior, its directory or its repository on the Hub.

@@ -111,12 +111,10 @@ def _opened(
         function, name: the names of the function that takes the rows, and of its argument.
     """
     check_rows(function, name, rows, batch_size)
-    loaded = read(posterior)
-    kind = MODELS[loaded.config.task]
-    with kind.from_pretrained(
-        loaded, base_model=base_model, prediction="members", members=members, calibrated=False
+    plain = without_fits(read(posterior), (SINGLE_PASS,))
+    with MODELS[plain.config.task].from_pretrained(
+        plain, base_model=base_model, prediction="members", members=members, calibrated=False
     ) as model:
-        plain = model.posterior = without_fits(loaded, (SINGLE_PASS,))
         batches = list(labelled_batches(rows, model=model, collate=collate, batch_size=batch_size))
         if not any(bool(model.terms_per_row(batch).any()) for batch in batches):
             raise ValueError(

@@ -71,7 +71,7 @@ def stored_temperature(calibration: Mapping[str, Any], prediction: str, num_memb
     warnings.warn(
         f"these predictions are not calibrated: the temperature of the mixture, {temperature:.3g}, was fitted for "
         f"{_way(*way)}, and this model predicts by {_way(prediction, num_members)}. fit_calibration(posterior, rows, "
-        "prediction=..., members=...) fits one for this way; calibrated=False says that none is wanted",
+        "prediction=..., members=...) fits one for this way. To predict without one, set calibrated=False",
         stacklevel=2,
     )
     return 1.0

@@ -132,8 +132,8 @@ def _check_base(posterior: Posterior, model: BayesianModel, what: str) -> None:
     before, now = _likelihood_of(posterior.config.head), _likelihood_of_model(model.likelihood)
     if "labels" in posterior.config.head and before != now:
         raise ValueError(
-            f"{what} has outputs for {before or 'the likelihood of the head'}, and this run for "
-            f"{now or 'that of the head'}, so they stand for something else: give the run the likelihood of the prior"
+            f"{what} was trained with likelihood={before}, and this run has likelihood={now} (None: the head's own), "
+            "so their outputs mean different things: give the run the likelihood of the prior"
         )
 
 
@@ -146,7 +146,7 @@ def _likelihood_of(head: Mapping[str, Any]) -> str | None:
 
 
 def _likelihood_of_model(likelihood: Likelihood) -> str | None:
-    """Return the same of a model's likelihood."""
+    """Return the name of the user's likelihood of a model; None for the head's own."""
     own = getattr(without_weights(likelihood), "config", None)
     return None if own is None else str(own.name)
 

@@ -114,7 +114,7 @@ def read_beside(file: Path, fingerprint: str) -> Any:
     if stamp(fingerprint).encode() not in content:
         raise ValueError(
             f"{file} is of another posterior, or does not say which: it does not hold {stamp(fingerprint)!r}. Write it "
-            "anew by hf-bayes export --card, or delete it"
+            "anew by hf-bayes export --card --benchmark, or delete it"
         )
     return content
 

@@ -140,7 +140,7 @@ class Posterior:
     def members(self, num_members: int | None = None) -> Tensor:
         """Return the members [num_members, d] that a model loaded from this posterior has; arguments as of ``sample``.
 
-        What belongs to these members, such as a temperature of their mixture, is fitted to these members.
+        A temperature of the mixture is fitted to exactly these members.
         """
         return self.sample(num_members, torch.Generator().manual_seed(self.config.seed or 0))
 

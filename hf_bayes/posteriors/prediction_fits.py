@@ -1,4 +1,4 @@
-"""What is fitted to the predictions of a finished posterior, and is dropped as soon as those predictions change.
+"""The fits to the predictions of a finished posterior. A fit is dropped as soon as its predictions change.
 
 A posterior stores four fits: the factors of a single pass, a student, a temperature of the mixture, and a threshold of
 answers. Each belongs to one way of prediction, and in this order each is fitted to predictions with the earlier ones:
@@ -9,8 +9,8 @@ answers. Each belongs to one way of prediction, and in this order each is fitted
 | the factors | the student, the temperature and the threshold of the single pass |
 | the temperature | a threshold that was fitted at another temperature |
 
-A threshold of unknown origin (``Abstention.num_members`` is None) may belong to any prediction of the posterior. The
-user answers for it, and it stays with new factors.
+A threshold of unknown origin (``Abstention.num_members`` is None) may belong to any prediction of the posterior. It
+cannot be checked, so it stays with new factors.
 """
 
 from __future__ import annotations

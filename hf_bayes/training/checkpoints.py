@@ -107,15 +107,19 @@ def settings_of(checkpoint: str | Path) -> dict[str, Any]:
         FileNotFoundError: naming the file without which a resumed run would not be the same run.
         ValueError: naming the file that is damaged or exchanged.
     """
-    missing = [name for name in TRAINER_FILES if not (Path(checkpoint) / name).is_file()]
-    missing += [] if list(Path(checkpoint).glob("rng_state*.pth")) else ["rng_state.pth"]
+    return _checked(Path(checkpoint))[0]
+
+
+def _checked(checkpoint: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of a checkpoint and the names of the files that its seal lists; see ``settings_of``."""
+    missing = [name for name in TRAINER_FILES if not (checkpoint / name).is_file()]
+    missing += [] if list(checkpoint.glob("rng_state*.pth")) else ["rng_state.pth"]
     if missing:
         raise FileNotFoundError(
             f"checkpoint {checkpoint} lacks {', '.join(missing)}: a run resumed without would be another"
         )
-    _check_files(Path(checkpoint))
-    found: dict[str, Any] = _read(Path(checkpoint), [SETTINGS])[SETTINGS]
-    return found
+    listed = _check_files(checkpoint)
+    return _read(checkpoint, [SETTINGS])[SETTINGS], listed
 
 
 def required_newest(output_dir: str | Path) -> str:
@@ -144,7 +148,7 @@ def _is_complete(checkpoint: Path) -> bool:
     """Return whether the checkpoint is sealed and every file is as the seal and the manifest say."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
-        settings, listed = settings_of(checkpoint), _check_files(checkpoint)
+        settings, listed = _checked(checkpoint)
     except (OSError, ValueError):
         return False
     return set(_sealed_files(settings["num_processes"])) == set(listed)

@@ -16,7 +16,7 @@ It is a lower bound. The least peak that was measured is 9.4, with one draw: SGH
 """
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Where Linux mounts the control groups, which limit memory, and where it lists the groups of this process."""
+"""Linux mounts the control groups, which limit memory, in the first. The second lists the groups of this process."""
 
 
 def require_memory(num_parameters: int, num_chains: int, method: MethodConfig, device: torch.device, size: int) -> None:

@@ -117,10 +117,9 @@ def unit_of(model: Any, args: Any, *, rewards: bool) -> str:
     """Return the unit of a likelihood term (``Task.unit``) of a model, or of the model that a name will load.
 
     Args:
-        model, args: as the user gave them, not checked yet.
-        rewards: as for ``prepared``.
+        model, args, rewards: as for ``prepared``.
     """
-    if not is_place(model) or not hasattr(args, "model_init_kwargs"):  # only TRL's trainers load models by name
+    if not is_place(model):
         core = core_of(model)
         refuse_foreign(model, core)
         return task_of(core).unit

@@ -92,7 +92,7 @@ def _refuse_other_arguments(kind: type, config: str | None) -> None:
         if issubclass(other, TrainingArguments) and not issubclass(other, BayesianTrainingArguments):
             raise ValueError(
                 f"{other.__name__} comes before BayesianTrainingArguments in the bases of {kind.__name__}, so the "
-                "learning rate, the schedule and the clipping of its defaults would count as given. Turn them round: "
+                "learning rate, the schedule and the clipping of its defaults would count as given. Swap them: "
                 f"class {kind.__name__}(BayesianTrainingArguments, {other.__name__}): ..."
             )
 

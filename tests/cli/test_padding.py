@@ -24,7 +24,7 @@ def test_all_batches_have_the_longest_length_of_all_data(tokenizer: PreTrainedTo
     assert collate([validation[0]])["input_ids"].shape == (1, 6)
 
 
-@pytest.mark.parametrize(("known", "token"), [(None, "</s>"), (1, "<s>")])
+@pytest.mark.parametrize(("known", "token"), [(None, "</s>"), (-1, "</s>"), (1, "<s>")])
 def test_a_missing_padding_token_is_the_same_for_both(known: int | None, token: str) -> None:
     tokenizer, config = tiny_tokenizer(), tiny_gpt2(pad_token_id=known).config
     tokenizer.pad_token = None

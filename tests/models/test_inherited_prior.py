@@ -333,8 +333,8 @@ def test_a_prior_whose_outputs_have_another_likelihood_is_refused() -> None:
         return fit_laplace(with_lora(tiny_bert(**NAMED)), rows, method, prior=prior, likelihood=likelihood)
 
     ordinal, plain = fitted(None, Ordinal(num_classes=4)), fitted(None, None)
-    with pytest.raises(ValueError, match="has outputs for ordinal, and this run for that of the head"):
+    with pytest.raises(ValueError, match="trained with likelihood=ordinal, and this run has likelihood=None"):
         fitted(ordinal, None)
-    with pytest.raises(ValueError, match="has outputs for the likelihood of the head, and this run for ordinal"):
+    with pytest.raises(ValueError, match="trained with likelihood=None, and this run has likelihood=ordinal"):
         fitted(plain, Ordinal(num_classes=4))
     assert fitted(fitted(None, Weighted()), None).config.prior is not None  # weights do not change what outputs mean

@@ -314,7 +314,7 @@ FAULTS = (
           '        "data": data,', '        "data": {},',
           ("training/test_run_identity.py::test_a_changed_run_is_refused_by_name[rows of equal number]",)),
     Fault("files of a checkpoint are not checked", "training/checkpoints.py",
-          "    _check_files(Path(checkpoint))\n", "",
+          "listed = _check_files(checkpoint)\n", "listed = []\n",
           ("training/test_checkpoints.py::test_an_exchanged_file_is_refused_before_it_is_read[scheduler.pt]",)),
     Fault("the number of a chain has three digits", "training/checkpoints.py",
           "{chain: files[_chain_file(chain)] for chain in chains}",

@@ -1,4 +1,4 @@
-"""What was fitted to predictions goes when these predictions change, and stays otherwise."""
+"""Fits to predictions are dropped when these predictions change, and stay otherwise."""
 
 from __future__ import annotations
 

@@ -126,5 +126,5 @@ def test_arguments_of_another_library_are_told_how_to_derive(tmp_path: Path, mod
 def test_arguments_with_the_defaults_of_a_host_are_refused(tmp_path: Path, model: PreTrainedModel) -> None:
     args = Reversed(str(tmp_path))
     assert args.learning_rate == 2e-5
-    with pytest.raises(ValueError, match=r"round: class Reversed\(BayesianTrainingArguments, SFTConfig\): \.\.\.$"):
+    with pytest.raises(ValueError, match=r"Swap them: class Reversed\(BayesianTrainingArguments, SFTConfig\): \.\.\.$"):
         BayesianTrainer(model, args=args)

@@ -240,6 +240,12 @@ def test_adapters_trained_elsewhere_are_evaluated(tmp_path: Path, kind: str) -> 
     if kind == "classes":
         rows = [{"text": f"{TEXTS[i % 4]} {i}", "label": ("even", "odd")[i % 2]} for i in range(8)]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    results = evaluate(tmp_path, "--posterior", str(tmp_path / "posterior"), "--test", str(tmp_path / "test.jsonl"))
-    assert results["members"] == 2
-    assert 0 <= results["accuracy"] <= 1
+    head = {"labels": [model.config.id2label[index] for index in range(model.config.num_labels)]}
+    recorded = dataclasses.replace(posterior, config=dataclasses.replace(posterior.config, head=head))
+    recorded.save_pretrained(tmp_path / "recorded")
+    found, expected = (
+        evaluate(tmp_path, "--posterior", str(tmp_path / name), "--test", str(tmp_path / "test.jsonl"))
+        for name in ("posterior", "recorded")
+    )
+    assert found["members"] == 2
+    assert (found["accuracy"], found["nll"]) == (expected["accuracy"], expected["nll"])
