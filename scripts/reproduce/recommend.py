@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import default_data_collator
 
 from hf_bayes import (
@@ -75,6 +76,7 @@ class Arguments:
     seeds: int = field(default=3, metadata={"help": "Number of seeds."})
     minutes: float = field(default=math.inf, metadata={"help": "No run begins after this time."})
     methods: list[str] = field(default_factory=list, metadata={"help": "Rows of the table. Default: all."})
+    gpu: bool = field(default=False, metadata={"help": "Train on a GPU. The table then has no processor time."})
 
 
 def tasks(args: Arguments) -> dict[str, Callable[[], Task]]:
@@ -93,10 +95,11 @@ def tasks(args: Arguments) -> dict[str, Callable[[], Task]]:
 
 
 class Bench:
-    """A task, and a run of a candidate on it."""
+    """A task, and a run of a candidate on it, on a GPU or on the CPU."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, gpu: bool = False) -> None:
         self.task = task
+        self.gpu = gpu
 
     def candidates(self) -> Sequence[Candidate]:
         """Return the rows of the table."""
@@ -116,7 +119,7 @@ class Bench:
                 args=BayesianTrainingArguments(
                     output_dir=directory, seed=seed, learning_rate=candidate.learning_rate, max_steps=updates,
                     per_device_train_batch_size=self.task.batch, per_device_eval_batch_size=100, minibatch="shared",
-                    trunk_memory_gib=2, map_updates=0, use_cpu=True, disable_tqdm=True, report_to="none",
+                    trunk_memory_gib=2, map_updates=0, use_cpu=not self.gpu, disable_tqdm=True, report_to="none",
                     logging_strategy="no", save_strategy="no",
                 ),
                 train_dataset=self.task.sets["train"], eval_dataset=self.task.sets["heldout"],
@@ -143,7 +146,8 @@ class Bench:
         }
         return {
             **kept, **{name: results[name] for name in ("total", "epistemic", "member_nll") if name in results},
-            "seconds": round(seconds), "cost": candidate.cost,
+            **({"gpu": torch.cuda.get_device_name()} if self.gpu else {"seconds": round(seconds)}),
+            "cost": candidate.cost,
             "gradients": math.ceil(updates * candidate.gradients_per_update),
             "temperature": calibration.get("temperature", 1.0),
             "posterior_temperature": chosen, "heldout_nll": calibration.get("calibrated_nll"),
@@ -162,7 +166,7 @@ def experiment(args: Arguments, path: Path) -> dict[str, Any]:
     done = {(run["task"], run["method"], run["seed"]) for run in record["runs"]}
     for seed in range(args.seeds):
         for name in args.tasks:
-            benches[name] = benches.get(name) or Bench(made[name]())
+            benches[name] = benches.get(name) or Bench(made[name](), args.gpu)
             for candidate in benches[name].candidates():
                 late = time.perf_counter() - begin > 60 * args.minutes
                 left_out = args.methods and candidate.name not in args.methods
@@ -201,8 +205,7 @@ def _table(runs: Sequence[Mapping[str, Any]]) -> str:
             name, _spread(seeds, "accuracy"), _spread(seeds, "nll"), difference, _spread(seeds, "ece"),
             _spread(seeds, "brier"), spread([run["aurc"]["confidence"] for run in seeds.values()]),
             *(_detection(seeds, shift, by) for shift in shifts for by in ("total", "epistemic")),
-            _spread(seeds, "temperature", 2), len(seeds), round(_mean(seeds, "gradients")),
-            round(_mean(seeds, "seconds")),
+            _spread(seeds, "temperature", 2), len(seeds), round(_mean(seeds, "gradients")), _seconds(seeds),
         ])  # fmt: skip
     shifts = list(next(iter(finished[name].values()))["auroc"]) if (name := next(iter(finished), "")) else []
     heads = [f"{shift}, {by}" for shift in shifts for by in ("TU", "EU")]
@@ -227,6 +230,12 @@ def _difference(seeds: Mapping[int, Mapping[str, Any]], plain: Mapping[int, Mapp
 
 def _mean(seeds: Mapping[int, Mapping[str, Any]], name: str) -> float:
     return statistics.fmean(run[name] for run in seeds.values())
+
+
+def _seconds(seeds: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the mean processor time of the runs on the CPU."""
+    known = [run["seconds"] for run in seeds.values() if "seconds" in run]
+    return str(round(statistics.fmean(known))) if known else "-"
 
 
 def _spread(seeds: Mapping[int, Mapping[str, Any]], name: str, digits: int = 3) -> str:
