@@ -201,13 +201,16 @@ def mean_network(cell: Cell) -> dict[str, dict[str, Found]]:
     model = cell.load(cell.posterior, members=1)
     approximation: Any = cell.posterior.approximation
     model.linearise(None).show(approximation.means.to(model.theta))
+    return with_temperature("mean network", model, cell)
+
+
+def with_temperature(name: str, model: Any, cell: Cell) -> dict[str, dict[str, Found]]:
+    """Return the predictions of a model, as they are and with a temperature of held-out rows. The model is detached."""
     found = read(model, cell.sets)
     temperature = calibration_of(model, batches(cell.calibration_rows)).temperature
     model.detach()
-    scaled = {
-        name: one._replace(log_probs=(one.log_probs / temperature).log_softmax(-1)) for name, one in found.items()
-    }
-    return {"mean network": found, "mean network, temperature": scaled}
+    scaled = {key: one._replace(log_probs=(one.log_probs / temperature).log_softmax(-1)) for key, one in found.items()}
+    return {name: found, f"{name}, temperature": scaled}
 
 
 @torch.no_grad()
@@ -235,9 +238,16 @@ def mixture(groups: Sequence[Group]) -> Found:
     return Found(probs.log(), epistemic(groups))
 
 
-def single_pass(cell: Cell, posterior: Posterior | None = None) -> dict[str, Found]:
-    """Return the predictions of the default single pass."""
-    model = cell.load(cell.posterior if posterior is None else posterior, members=1)
+def single_pass(cell: Cell) -> dict[str, dict[str, Found]]:
+    """Return the predictions of the default single pass, as they are and with a temperature."""
+    model = cell.load(cell.posterior, members=1)
+    model.single_pass()
+    return with_temperature("single pass", model, cell)
+
+
+def with_factors(cell: Cell, posterior: Posterior) -> dict[str, Found]:
+    """Return the predictions of the default single pass of a posterior with factors of its variances."""
+    model = cell.load(posterior, members=1)
     model.single_pass()
     found = read(model, cell.sets)
     model.detach()
@@ -246,12 +256,12 @@ def single_pass(cell: Cell, posterior: Posterior | None = None) -> dict[str, Fou
 
 def one_factor(cell: Cell) -> dict[str, Found]:
     """Return the predictions of a single pass with one factor of its variances."""
-    return single_pass(cell, fit_variance_factor(cell.posterior, cell.calibration_rows, **_options(cell)))
+    return with_factors(cell, fit_variance_factor(cell.posterior, cell.calibration_rows, **_options(cell)))
 
 
 def layer_factors(cell: Cell) -> dict[str, Found]:
     """Return the predictions of a single pass with a factor for each layer."""
-    return single_pass(cell, fit_layer_factors(cell.posterior, cell.calibration_rows, **_options(cell)))
+    return with_factors(cell, fit_layer_factors(cell.posterior, cell.calibration_rows, **_options(cell)))
 
 
 def student(cell: Cell) -> dict[str, Found]:
@@ -267,7 +277,7 @@ def student(cell: Cell) -> dict[str, Found]:
 WAYS: dict[tuple[str, ...], Callable[[Cell], dict[str, dict[str, Found]]]] = {
     ("mean network", "mean network, temperature"): mean_network,
     ("8 members", "32 members"): members,
-    ("single pass",): lambda cell: {"single pass": single_pass(cell)},
+    ("single pass", "single pass, temperature"): single_pass,
     ("single pass, one factor",): lambda cell: {"single pass, one factor": one_factor(cell)},
     ("single pass, layer factors",): lambda cell: {"single pass, layer factors": layer_factors(cell)},
     ("student",): lambda cell: {"student": student(cell)},
