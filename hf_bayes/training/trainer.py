@@ -103,7 +103,10 @@ class BayesianTrainerMixin(PrivateHooks):
 
     @property
     def bayesian(self) -> BayesianModel:
-        """The model with a member axis."""
+        """The model with a member axis.
+
+        It predicts by members, also after a run whose posterior predicts in another way (``config.prediction``).
+        """
         return self.setup.model
 
     @property
