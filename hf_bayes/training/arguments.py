@@ -139,6 +139,10 @@ class BayesianTrainingArguments(TrainingArguments):
         if self.greater_is_better is None and _is_better_low(self.metric_for_best_model):
             self.greater_is_better = False  # transformers would take True for all names that do not end in "loss"
         super().__post_init__()  # type: ignore[no-untyped-call]
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Check values, after transformers has set those that it sets itself."""
         for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
