@@ -68,6 +68,7 @@ def test_the_moment_check_catches_half_the_temperature(row: Row) -> None:
         assert_gaussian_moments(members, row.law(1.0))
 
 
+@pytest.mark.statistics
 @cold
 @pytest.mark.filterwarnings("ignore:.*no posterior samples")
 def test_zero_temperature_ends_in_the_mode_for_every_seed(row: Row) -> None:

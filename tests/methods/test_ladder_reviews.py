@@ -48,6 +48,7 @@ def test_draws_within_a_relaxation_count_in_part() -> None:
     assert parts._independent_draws(SimpleNamespace(step_size=torch.tensor([0.2, 0.01]))) == round(3 + 1.1)
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("falls_after", [1, 3, 4, None])
 def test_a_temperature_falls_when_a_lower_one_becomes_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, falls_after: int | None
@@ -91,6 +92,7 @@ def test_a_temperature_falls_when_a_lower_one_becomes_better(
         assert (after - lower).abs().max() < (after - now).abs().max()
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(("std", "falls"), [(0.8, True), (1.2, False)])
 def test_chance_alone_makes_no_temperature_fall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, std: float, falls: bool
@@ -121,6 +123,7 @@ def test_a_choice_is_reviewed_after_each_quarter(count: int, expected: tuple[int
     assert ladder._reviews(draws, 25) == tuple(step for step in expected if step > 25)
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(("at_choice", "warns"), [(0.5, True), (100.0, False)])
 def test_draws_that_left_a_good_place_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_choice: float, warns: bool

@@ -35,6 +35,7 @@ def recovery_error(config: IVONConfig, temperature: float) -> float:
     return max(((q.means - MEAN) / std).abs().max().item(), (q.stds / std - 1).abs().max().item())
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("num_draws", [1, 2])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_a_diagonal_gaussian_is_recovered_to_one_percent(temperature: float, num_draws: int) -> None:
@@ -44,6 +45,7 @@ def test_a_diagonal_gaussian_is_recovered_to_one_percent(temperature: float, num
     assert recovery_error(dataclasses.replace(config, temperature=1.05 * temperature), temperature) > 0.01
 
 
+@pytest.mark.statistics
 def test_an_unstated_rate_recovers_stds_of_any_size() -> None:
     scales = torch.tensor([1e-4, 1e-2, 1.0, 1e2], dtype=torch.float64)
     q = sample(

@@ -129,6 +129,7 @@ def conjugate(*, likelihood_power: float, prior_power: float) -> tuple[Tensor, T
     return (data * MEAN + prior * PRIOR.mean) / precision, precision.rsqrt()
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(
     ("temper", "powers"),
     [
@@ -154,6 +155,7 @@ def test_a_prior_counted_twice_is_caught() -> None:
     assert max(gaussian_errors(fit_with_prior(MeanFieldConfig(), PRIOR, with_prior), *exact)) > 0.01
 
 
+@pytest.mark.statistics
 def test_the_prior_may_be_another_posterior() -> None:
     mean, std = (torch.full((1, 5), value, dtype=torch.float64) for value in (0.5, 0.8))
     prior = Gaussian.diagonal(mean, std)
@@ -207,6 +209,7 @@ def test_pairs_and_the_path_derivative_have_the_same_expectation(num_draws: int)
     assert max(gaussian_errors(q, MEAN, STD)) < 0.01  # there is no noise, either
 
 
+@pytest.mark.statistics
 def test_sgd_reaches_the_optimum() -> None:
     config = MeanFieldConfig(optimizer="sgd", std_learning_rate=0.02, init_std=0.5)
     q = sample(diagonal, starts(1), config, num_steps=3000, learning_rate=0.01).approximation
