@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from hf_bayes import EnsembleConfig
+from hf_bayes import EnsembleConfig, LaplaceConfig
 from hf_bayes.cli.evaluate_labels import LABEL_CASE
 from hf_bayes.cli.evaluate_windows import WINDOW_CASE
 from hf_bayes.training.tuning.candidates import Candidate
@@ -56,26 +58,53 @@ def rows(count: int, labels: int | None, seed: int) -> Dataset:
     return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 8] * count, "labels": wanted})
 
 
-@pytest.mark.parametrize("case", [LABEL_CASE, WINDOW_CASE], ids=["labels", "windows"])
-def test_a_run_has_the_figures_of_the_table(case: object) -> None:
-    several = case is LABEL_CASE
-
+def labelled_task() -> Task:
     def model(seed: int) -> object:
         torch.manual_seed(seed)
-        if several:
-            base, target = tiny_bert(num_labels=3, problem_type="multi_label_classification"), "query"
-        else:
-            base, target = tiny_llama(), "q_proj"
-        return get_peft_model(
-            base, LoraConfig(task_type="SEQ_CLS" if several else "CAUSAL_LM", target_modules=[target])
-        )
+        base = tiny_bert(num_labels=3, problem_type="multi_label_classification")
+        return get_peft_model(base, LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
 
-    labels = 3 if several else None
+    return small_task(model, 3)
+
+
+def language_task() -> Task:
+    def model(seed: int) -> object:
+        torch.manual_seed(seed)
+        return get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+    return small_task(model, None)
+
+
+def small_task(model: Callable[[int], object], labels: int | None) -> Task:
     sets = {name: rows(60, labels, seed) for seed, name in enumerate(("train", "heldout", "test"))}
-    task = Task(model, sets, {"other": rows(20, labels, 9)}, case, batch=8)
-    found = recommend.Bench(task).run(
-        Candidate("deep ensemble", EnsembleConfig(num_chains=2), None, 2), 0, gradients=12
-    )
+    case = WINDOW_CASE if labels is None else LABEL_CASE
+    return Task(model, sets, {"other": rows(20, labels, 9)}, case, batch=8)
+
+
+def test_a_run_is_scored_by_the_predictions_of_its_posterior(monkeypatch) -> None:
+    """Members of a Laplace approximation predict far worse than its linearised predictions."""
+    ways, evaluate = [], recommend.evaluate
+
+    def watched(model, *args, **options):
+        ways.append(model.is_linearised)
+        return evaluate(model, *args, **options)
+
+    monkeypatch.setattr(recommend, "evaluate", watched)
+    laplace = Candidate("Laplace", LaplaceConfig(structure="diagonal", check_gradient=False), None, 3)
+    recommend.Bench(labelled_task()).run(laplace, 0, gradients=12)
+    assert ways == [True]
+
+
+def test_a_row_has_the_time_of_its_runs_on_the_cpu_only() -> None:
+    on_cpu, on_gpu = {"seconds": 30}, {"gpu": "a GPU"}
+    assert recommend._seconds({0: on_cpu, 1: {"seconds": 40}, 2: on_gpu}) == "35"
+    assert recommend._seconds({0: on_gpu}) == "-"
+
+
+@pytest.mark.parametrize("make", [labelled_task, language_task], ids=["labels", "windows"])
+def test_a_run_has_the_figures_of_the_table(make: Callable[[], Task]) -> None:
+    deep_ensemble = Candidate("deep ensemble", EnsembleConfig(num_chains=2), None, 2)
+    found = recommend.Bench(make()).run(deep_ensemble, 0, gradients=12)
     assert len(found["rows"]) == 60
     assert sum(found["rows"]) / 60_000 == pytest.approx(found["nll"], abs=1e-3)  # kept to a thousandth
     assert set(found["auroc"]["other"]) >= {"total", "epistemic"}
