@@ -46,6 +46,7 @@ class EnergyObjective:
             eigenvalues, or of its diagonal, above a floor. ``gradient_variance`` is estimated from two batches or more.
 
     Attributes:
+        is_exact: every call must see all data, so that a random energy is refused.
         first_error: the first exception that was taken for a point outside the support.
     """
 
@@ -66,6 +67,7 @@ class EnergyObjective:
         self.form: Form[Any] = Form(None) if form is None else form
         self._positive = requirements.learning_rate == "whitening"
         self._measures_noise = requirements.gradient_variance != "none"
+        self.is_exact = requirements.all_data_in_every_update
         self.first_error: Exception | None = None
         self._aux_names: set[str] | None = None  # None before the first call
         self._start_is_checked = False

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def try_rates(
     objective: Objective,
     start: Tensor,
     problem: Problem,
-    updates: Callable[[int], list[list[Any]]],
+    updates: Iterator[list[Any]],
     *,
     num_steps: int,
     prior_weight: float,
@@ -122,7 +123,7 @@ def try_rates(
         objective: the energy.
         start: [M, d] where the chains begin.
         problem: a run of the same energy.
-        updates: number of updates -> the batches of each.
+        updates: the batches of each update.
         num_steps: N.
         prior_weight: see ``MethodConfig.prior_weight``.
     Raises:
@@ -130,7 +131,7 @@ def try_rates(
             an exception by which the energy refuses a point outside its support is raised as it is.
     """
     count = min(MAX_UPDATES, max(MIN_UPDATES, int(TRIAL_SHARE * problem.num_steps) // len(RATES)))
-    batches = updates(count)
+    batches = list(itertools.islice(updates, count))
     found: dict[float, float] = {}
     failure: Exception | None = None
     for rate in RATES:

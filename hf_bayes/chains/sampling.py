@@ -111,10 +111,8 @@ def sample(
 
     def trial(steps: int) -> float:
         problem, _ = arrange(method, 1.0, burn_in=0)
-        return try_rates(
-            objective, start, problem, lambda count: list(itertools.islice(_updates(batches, batches_per_step), count)),
-            num_steps=steps, prior_weight=method.prior_weight,
-        )  # fmt: skip
+        updates = _updates(batches, batches_per_step)
+        return try_rates(objective, start, problem, updates, num_steps=steps, prior_weight=method.prior_weight)
 
     method, learning_rate, burn_in = settle(
         method, learning_rate, dim=start.shape[1], num_steps=num_steps, burn_in=burn_in, trial=trial
@@ -127,8 +125,7 @@ def sample(
     rngs = generators_of(method, problem, seed, len(start), device=start.device)
     run = Run(built, objective, start, rngs, problem, draws_on=start.device)
     steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
-    exact = method.requirements.all_data_in_every_update
-    infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps, exact=exact)
+    infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps)
     draws, info = torch.stack(run.draws, 1), stack_info(infos, len(start))
     warn_of_doubts(
         method, info, draws, burn_in=problem.burn_in, first_error=objective.first_error,
@@ -148,7 +145,7 @@ def _updates(batches: Batches | None, batches_per_step: int) -> Iterator[list[An
 
 
 def _follow(
-    run: Run[Any], objective: EnergyObjective, updates: Iterator[list[Any]], rates: Iterable[float], *, exact: bool
+    run: Run[Any], objective: EnergyObjective, updates: Iterator[list[Any]], rates: Iterable[float]
 ) -> tuple[list[Info], list[Aux]]:
     """Advance the chains update by update, and check the energy (``check_energy``).
 
@@ -162,10 +159,10 @@ def _follow(
         infos.append(run.update(batches, learning_rate).info)
         values = functools.partial(objective.values, batches=batches)
         if run.num_updates == 1:
-            check_energy(values, start, exact=exact, number=0)
+            check_energy(values, start, exact=objective.is_exact, number=0)
         # chains that started at one point have parted by now, and a random factor shows where the energy is not 0
         if run.num_updates in (draw_steps[0], draw_steps[-1]):
-            check_energy(values, run.theta, exact=exact, number=run.num_updates)
+            check_energy(values, run.theta, exact=objective.is_exact, number=run.num_updates)
         if run.num_updates in draw_steps and objective.returns_aux:
             found.append(objective.aux(run.theta, batches))
     return infos, found
