@@ -30,7 +30,7 @@ from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
 from hf_bayes.posteriors.storage import Content
-from hf_bayes.posteriors.storage.content import bytes_in
+from hf_bayes.posteriors.storage.formats import bytes_in
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.student import STUDENT, student_shapes
 

@@ -23,7 +23,7 @@ With several processes each one writes its own files in step 1. The first proces
 Writing needs POSIX (rename over an open file, flock on a directory). Reading does not.
 """
 
-from hf_bayes.posteriors.storage.content import Content
+from hf_bayes.posteriors.storage.formats import Content
 from hf_bayes.posteriors.storage.group import Alone, Group
 from hf_bayes.posteriors.storage.manifest import MANIFEST, POSTERIOR
 from hf_bayes.posteriors.storage.ownership import check_folder, check_writable

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_bayes.posteriors.storage import disk
-from hf_bayes.posteriors.storage.content import Content, bytes_in, encode, size_in_bytes, texts_in
-from hf_bayes.posteriors.storage.formats import encode_json
+from hf_bayes.posteriors.storage.formats import Content, bytes_in, encode, encode_json, size_in_bytes, texts_in
 from hf_bayes.posteriors.storage.group import Alone, Group, together
 from hf_bayes.posteriors.storage.listing import some
 from hf_bayes.posteriors.storage.manifest import (
