@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    GenerationMixin,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_bayes.core.layout import Layout
@@ -247,9 +242,12 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def _predict(self, states: HiddenStates, positions: Tensor) -> dict[str, Tensor]:
         """Return the mixture's logits [n, V] and its uncertainties [n] at flat positions, by name."""
         pieces: list[dict[str, Tensor]] = []
+        trace = self.decoding.trace
         for _, found in self.predictor.predict(self, states, positions):
             pieces.append({"logits": found.logits, **found.parts})
-            self.decoding.observe(found)
+            if trace is not None:
+                assert found.members is not None  # generate refuses closed forms
+                trace.observe(*found.members)
         return _joined(pieces)
 
     # -- text ---------------------------------------------------------------------------------------------------------

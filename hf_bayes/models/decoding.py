@@ -104,12 +104,6 @@ class Decoding:
         elif self.trace is None:
             check_inputs(inputs)
 
-    def observe(self, found: Predictive) -> None:
-        """Record a chunk of the current step's predictions if ``generate`` runs."""
-        if self.trace is not None:
-            assert found.members is not None  # generate refuses closed forms
-            self.trace.observe(*found.members)
-
     def remember_mask(self, mask: Tensor) -> Tensor:
         """Record the attention mask that transformers finds for a prompt without one."""
         if self.trace is not None:
