@@ -1,11 +1,10 @@
-"""The beginning of a run: a trainer's data are checked, and then its chains are made ready for their first update."""
+"""The steps before the first update of a run: checks of a trainer's data, of a checkpoint and of the run itself."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from hf_bayes.models.input_check import check_vocabulary
@@ -69,56 +68,48 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     return rows
 
 
-class Begun(NamedTuple):
-    """A run before its first update.
+def rows_to_train_on(host: TrainerHost, setup: Setup, rows: TrainingRows | None) -> TrainingRows:
+    """Return the training rows, after the checks that need no run.
 
-    Attributes:
-        active: the run.
-        diagnosis: its diagnostics and checkpoints.
-        optimizer: its learning rate.
-        checkpoint: the checkpoint that it resumes from, which belongs to this run; None for a new run.
-        num_updates: the updates of the checkpoint.
-    """
-
-    active: ActiveRun
-    diagnosis: Diagnosis
-    optimizer: LearningRate
-    checkpoint: str | None
-    num_updates: int
-
-    def end(self) -> TrainerState | None:
-        """Load a checkpoint that is the end of the run, and return Trainer's state there; None if updates are left.
-
-        Trainer would make one more update.
-        """
-        if self.checkpoint is None or self.num_updates < self.active.problem.num_steps:
-            return None
-        return self.diagnosis.checkpoints.load_end(self.checkpoint)
-
-
-def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: str | bool | None) -> Begun:
-    """Return a run that has been announced, after all checks that need no update.
-
-    Args:
-        resume: a checkpoint; True takes the newest one that is complete.
     Raises:
         ValueError: if the model was detached, there are no training rows, the output directory cannot hold a posterior,
-            there is no checkpoint, it is damaged or belongs to another run, or the run is too short for its draws.
-        FileNotFoundError: if a file of the checkpoint is missing.
+            or a user's likelihood fails on the first rows.
     """
-    args = host.args
     setup.model.members.require_attached()
     rows = required(rows, "training needs a train_dataset, got None")
     check_writable(host.directory, overwrite=True)
     rows.check_likelihood()  # before a range test differentiates it
+    return rows
+
+
+def resumed_checkpoint(host: TrainerHost, resume: str | bool | None) -> tuple[str | None, float | None]:
+    """Return the checkpoint to resume from and the learning rate that its run has found; None for each without one.
+
+    Args:
+        resume: a checkpoint; True takes the newest one that is complete.
+    Raises:
+        ValueError: if there is no checkpoint, or it is damaged.
+        FileNotFoundError: if a file of the checkpoint is missing.
+    """
     checkpoint = checkpoints.required_newest(host.directory) if resume is True else resume or None
-    found = None if checkpoint is None else checkpoints.settings_of(checkpoint).get("found_rate")
-    active = ActiveRun(host, setup, rows, found_rate=found)
-    saves = checkpoint is not None or args.save_strategy != SaveStrategy.NO
+    return checkpoint, None if checkpoint is None else checkpoints.settings_of(checkpoint).get("found_rate")
+
+
+def begin(active: ActiveRun, checkpoint: str | None) -> tuple[Diagnosis, LearningRate, int]:
+    """Announce a run, after all checks that need no update.
+
+    Args:
+        checkpoint: the checkpoint that the run resumes from; None for a new run.
+    Returns:
+        The run's diagnostics with its checkpoints, its learning rate, and the number of updates in ``checkpoint``.
+    Raises:
+        ValueError: if the checkpoint belongs to another run, or the model mixes packed documents.
+    """
+    host = active.host
+    saves = checkpoint is not None or host.args.save_strategy != SaveStrategy.NO
     diagnosis = Diagnosis(active, RunCheckpoints(active, identified=saves))
     num_updates = 0 if checkpoint is None else diagnosis.checkpoints.check(checkpoint)
     shorten_lines(host.callback_handler)
     announce(active)
-    rows.refuse_mixed_documents()
-    optimizer = LearningRate(setup.model.theta, active.problem.learning_rate)
-    return Begun(active, diagnosis, optimizer, checkpoint, num_updates)
+    active.rows.refuse_mixed_documents()
+    return diagnosis, LearningRate(active.setup.model.theta, active.problem.learning_rate), num_updates
