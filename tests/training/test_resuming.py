@@ -109,6 +109,17 @@ def test_a_run_is_announced_only_after_its_checkpoint_is_checked(directory, capl
     assert "likelihood terms" in caplog.text
 
 
+def test_a_refused_resume_keeps_the_run_before_it(tmp_path):
+    trained = run(tmp_path)
+    trained.train()
+    before = trained.active, trained.diagnosis, trained.posterior
+    trained.args.seed = 1
+    with pytest.raises(ValueError, match="belongs to another run: seed"):
+        trained.train(resume_from_checkpoint=True)
+    after = trained.active, trained.diagnosis, trained.posterior
+    assert all(old is new for old, new in zip(before, after, strict=True))
+
+
 def test_chains_beyond_a_thousand_keep_their_numbers(tmp_path: Path) -> None:
     tensors = {chain: {"draws": torch.full((1,), float(chain))} for chain in (100, 1000, 1009)}
     checkpoints.save(tmp_path, tensors, {}, group=Alone())
