@@ -16,11 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import peft
 import pytest
-import safetensors
-import torch
-import transformers
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- table: make reliability -->\n", "<!-- end of table -->"
@@ -182,6 +178,11 @@ class Campaign:
 
 def circumstances() -> dict[str, Any]:
     """Return the date and the machine of the campaign."""
+    import peft  # here, because conftest.py imports this file
+    import safetensors
+    import torch
+    import transformers
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     names = [line.split(":")[1] for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
