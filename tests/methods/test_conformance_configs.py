@@ -57,11 +57,12 @@ BAD = {
 
 
 @rows
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
-def test_bad_config_values_are_refused_by_field_and_value(row: Row, field: str, value: object) -> None:
-    shown = re.escape(repr(next(iter(value.values())) if isinstance(value, dict) else value))
-    with pytest.raises(ValueError, match=rf"{field} must be .*got {shown}"):
-        from_dict({**row.config.to_dict(), field: value})
+@pytest.mark.parametrize("field", BAD)
+def test_bad_config_values_are_refused_by_field_and_value(row: Row, field: str) -> None:
+    for value in BAD[field]:
+        shown = re.escape(repr(next(iter(value.values())) if isinstance(value, dict) else value))
+        with pytest.raises(ValueError, match=rf"{field} must be .*got {shown}"):
+            from_dict({**row.config.to_dict(), field: value})
 
 
 @rows

@@ -66,7 +66,10 @@ def test_every_method_has_a_row_in_the_paper_index(name: str) -> None:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    if "hf_bayes.methods" not in text:  # the name of every method's module begins so, and parsing all files takes long
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -108,10 +111,10 @@ def test_from_dict_adds_defaults_and_changes_no_argument() -> None:
 
 @rows
 @pytest.mark.parametrize("field", ["num_data", "learning_rate"])
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, None])
-def test_build_refuses_problems_without_scale(row: Row, field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"{row.config.name}: {field} must be a finite number > 0, got"):
-        build(row.config, problem(**{field: value}))
+def test_build_refuses_problems_without_scale(row: Row, field: str) -> None:
+    for value in (0, -1.0, math.nan, math.inf, None):
+        with pytest.raises(ValueError, match=rf"{row.config.name}: {field} must be a finite number > 0, got"):
+            build(row.config, problem(**{field: value}))
 
 
 @rows

@@ -61,8 +61,9 @@ def test_the_parts_equal_float64_brute_force(
     logits = random_logits(*shape, scale=scale, spread=spread, dtype=dtype)
     check(decompose, logits)
     check(lambda x: predict(x).uncertainty, logits)
-    assert decompose(logits).total.shape == shape[1:-1]
-    assert decompose(logits).total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    total = decompose(logits).total
+    assert total.shape == shape[1:-1]
+    assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.parametrize("wrong", [of_mean_logits, in_bits, with_reversed_kl, in_half_precision])
