@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
 from hf_bayes import LaplaceConfig, MAPConfig, SGHMCConfig, sample
 from hf_bayes.core.types import HeldOut
@@ -21,6 +20,7 @@ from hf_bayes.training.refusals import require_all_chains
 from tests import runs
 from tests.methods.ladder_runs import CHOICE, LADDER, STEPS, WARM, Watch, config, trainer
 from tests.tiny_models import tiny_bert
+from tests.training.trained import StopAfter
 
 
 @pytest.mark.parametrize(
@@ -37,19 +37,23 @@ from tests.tiny_models import tiny_bert
 def test_the_chains_of_a_rung_are_those_of_a_run_with_its_settings(
     tmp_path: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    watch = Watch()
-    trainer(tmp_path / "ladder", config(name, **WARM), watch, **changes).train()
+    def watched(directory: str, **settings: Any) -> Watch:
+        watch = Watch()
+        run = trainer(tmp_path / directory, config(name, **settings, **WARM), watch, **changes)
+        run.add_callback(StopAfter(CHOICE - 1))  # what comes later is not compared
+        run.train()
+        return watch
+
+    watch = watched("ladder")
     for rung, (temperature, scale) in enumerate(zip(*LADDER.values(), strict=True)):
-        alone = Watch()
-        settings = {"ladder": None, "temperature": temperature, "prior_scale": scale, **WARM}
-        trainer(tmp_path / f"alone{rung}", config(name, **settings), alone, **changes).train()
-        for ours, theirs in zip(watch.theta[: CHOICE - 1], alone.theta, strict=False):
+        alone = watched(f"alone{rung}", ladder=None, temperature=temperature, prior_scale=scale)
+        assert len(alone.theta) == len(watch.theta) == CHOICE - 1
+        for ours, theirs in zip(watch.theta, alone.theta, strict=True):
             if changes:  # whitened coordinates: products with the roots of 2 and of 4 chains round differently
                 torch.testing.assert_close(ours[rung::2], theirs[rung::2], rtol=1e-3, atol=1e-4)
             else:
                 assert torch.equal(ours[rung::2], theirs[rung::2])
-        last = CHOICE - 2
-        assert (watch.theta[last][1 - rung :: 2] - alone.theta[last][1 - rung :: 2]).abs().max() > 0.01
+        assert (watch.theta[-1][1 - rung :: 2] - alone.theta[-1][1 - rung :: 2]).abs().max() > 0.01
 
 
 def test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture(tmp_path: Path) -> None:
@@ -225,23 +229,15 @@ def test_at_the_choice_the_chains_of_other_temperatures_are_scaled(
 def test_a_run_resumes_on_both_sides_of_the_choice(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", config(**WARM), learning_rate=None)
     whole.train()
-    for steps in (14, 30):
-        settings = {"learning_rate": None, "save_strategy": "steps", "save_steps": steps}
-        stopped = trainer(tmp_path / str(steps), config(**WARM), **settings)
-        stopped.add_callback(StopAfter(steps))
-        stopped.train()
-        resumed = trainer(tmp_path / str(steps), config(**WARM), **settings)
-        resumed.train(resume_from_checkpoint=True)
+    settings = {"learning_rate": None, "save_strategy": "steps", "save_steps": 15}
+    stopped = trainer(tmp_path / "stopped", config(**WARM), **settings)
+    stopped.add_callback(StopAfter(15))
+    stopped.train()
+    for step in (15, 30):  # the first of these resumed runs saves checkpoint 30
+        resumed = trainer(tmp_path / "stopped", config(**WARM), **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / f"checkpoint-{step}"))
         assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
         assert resumed.method == whole.method
-
-
-class StopAfter(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
 
 
 @pytest.mark.parametrize(

@@ -219,16 +219,16 @@ def test_divergent_trajectories_are_rejected_in_their_chain_only() -> None:
 
     config = HMCConfig(step_size=0.15, num_leapfrog=20, jitter=0.0)
     start = torch.tensor([[0.1, 0.2], [-30.0, 20.0], [0.9, 0.0]], dtype=torch.float64)
-    result = sample(wall, start, config, num_steps=200, learning_rate=1.0, seed=3)
+    result = sample(wall, start, config, num_steps=100, learning_rate=1.0, seed=3)
     assert all(theta.isfinite().all() for theta in seen)
     assert (result.draws[..., 0] <= 1).all()
     assert result.info["divergent"].mean(0)[1] == 1
     assert all(0 < result.info["divergent"].mean(0)[chain] < 0.5 for chain in (0, 2))
-    assert torch.equal(result.draws[1], start[1].expand(200, -1))
+    assert torch.equal(result.draws[1], start[1].expand(100, -1))
     divergent = result.info["divergent"] == 1
     assert (result.info["acceptance"][divergent] == 0).all()
     assert (result.info["energy_error"][divergent].abs() > 1000).all()
-    alone = sample(wall, start[:1], config, num_steps=200, learning_rate=1.0, seed=3)
+    alone = sample(wall, start[:1], config, num_steps=100, learning_rate=1.0, seed=3)
     assert torch.equal(alone.draws[0], result.draws[0])
 
 

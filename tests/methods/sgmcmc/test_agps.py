@@ -69,6 +69,7 @@ def test_gamma_and_beta_proposals_match_their_families(family: str, start: float
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_the_papers_effective_sample_size_on_a_gaussian() -> None:
     draws = run(AGPSConfig(max_std=10.0)).draws
     sizes = torch.tensor([float(ess(chain[None])) for chain in draws])
@@ -162,6 +163,7 @@ def test_the_width_at_the_cap_is_that_of_its_own_law() -> None:
     assert abs(means.mean() / law_at_the_cap(cap, 0.9 * size) - 1) > 0.03
 
 
+@pytest.mark.usefixtures("one_generator")
 def test_full_gradients_below_the_cap_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
     assert run(AGPSConfig(max_std=10.0), burn_in=200).info["capped"][200:].mean() < 0.01
     assert not [warning for warning in recwarn if "agps" in str(warning.message)]
