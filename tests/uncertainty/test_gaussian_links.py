@@ -141,6 +141,7 @@ def test_bridge_agrees_with_draws_of_its_dirichlet() -> None:
         assert torch.allclose(value, getattr(expected, name), atol=5 * 0.7 / 20000**0.5), name
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("num_classes", [3, 10])
 def test_links_beat_their_textbook_forms_for_many_classes(num_classes: int) -> None:
     mean, covariance = random_gaussians(num_classes, 1.0, rows=200)

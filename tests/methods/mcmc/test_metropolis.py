@@ -157,6 +157,7 @@ def test_the_proposal_std_is_the_learning_rate_unless_given() -> None:
         assert torch.allclose(result.info["step_size"], torch.tensor(expected, dtype=torch.float64), rtol=1e-15)
 
 
+@pytest.mark.statistics
 def test_a_wall_is_rejected_and_counted() -> None:
     def half_normal(theta: Tensor, batch: object) -> Tensor:  # NaN on one side of the wall at 1, infinite far off
         outside = torch.where(theta[:, 0] > 3, math.inf, math.nan)
