@@ -24,7 +24,7 @@ def test_what_an_energy_returns_besides_is_that_of_the_draws(method: Any) -> Non
     assert torch.equal(result.draws, run(method=method, burn_in=3, thin=2).draws)
 
 
-def test_it_may_be_one_tensor_and_stands_for_the_batches_of_the_update() -> None:
+def test_it_may_be_one_tensor_for_the_batches_of_an_update() -> None:
     result = run(lambda theta, batch: (bowl(theta, batch), theta[:, :2] * 0 + batch), batches=[1.0, 2.0, 3.0], thin=2)
     assert result.aux.shape == (2, 5, 2)
     assert result.aux[0, :, 0].tolist() == [2, 1, 3, 2, 1]

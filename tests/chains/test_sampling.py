@@ -202,7 +202,7 @@ def noisy_variance(**changes: Any) -> float:
 
 
 @pytest.mark.statistics
-def test_the_noise_of_two_batches_is_subtracted_from_the_samplers() -> None:
+def test_the_noise_of_two_batches_leaves_the_samplers_noise() -> None:
     # 2 gamma h T = 2 (1 - .5) T; h^2 V = .05 * 8 = .4 of it, so the noise heats by 40 % without a correction. A draw
     # is independent of the next but one: 4 standard errors at ESS 4,000 are 9 %; discretisation adds 1 %
     assert noisy_variance(correct_gradient_noise=True) == pytest.approx(1.0, abs=0.12)

@@ -36,7 +36,7 @@ def test_an_answer_is_scored_given_its_prompt(generate: Any) -> None:
     assert abs(whole - record["uncertainty"]["sequence_logprob"]) > 0.1
 
 
-def test_the_probabilities_of_prompt_and_answer_multiply_per_token(generate: Any) -> None:
+def test_probabilities_of_prompt_and_answer_multiply_per_token(generate: Any) -> None:
     whole, answer = generate.score(PROMPT + ANSWER)["tokens"], generate.score(ANSWER, prompt=PROMPT)["tokens"]
     for one, other in zip(whole[-len(answer) :], answer, strict=True):
         assert one["id"] == other["id"]
@@ -64,7 +64,7 @@ def test_the_uncertainty_of_an_answer_is_of_its_tokens(generate: Any) -> None:
 
 
 @pytest.mark.parametrize("measure", ANSWER_MEASURES)
-def test_generated_and_scored_answers_are_withheld_by_a_threshold(generate: Any, measure: str) -> None:
+def test_a_threshold_withholds_generated_and_scored_answers(generate: Any, measure: str) -> None:
     records = [generate(prompt, **GREEDY)[0] for prompt in PROMPTS]
     values = [getattr(answer_uncertainty(record), measure) for record in records]
     middle = dataclasses.replace(RULE, measure=measure, threshold=sorted(values)[1] + 1e-6)

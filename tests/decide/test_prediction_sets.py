@@ -45,7 +45,7 @@ def mean_coverage(data: tuple[Tensor, Tensor], score, *, take: int = 1, **option
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_coverage_over_splits_is_within_one_percent_of_the_promise(digits, score) -> None:
+def test_coverage_over_splits_is_within_one_percent(digits, score) -> None:
     # a split has a deviation of about sqrt(0.09 / 500 + 0.09 / 997) = 1.6 %, their mean over 100 one of 0.2 %
     assert abs(mean_coverage(digits, score) - COVERAGE) < 0.01
 

@@ -37,7 +37,7 @@ def test_words_of_one_meaning_have_no_entropy() -> None:
     assert semantic_entropy([["a", "b"], ["c", "d"]]).total.item() == pytest.approx(math.log(4))
 
 
-def test_equal_members_have_nearly_no_corrected_epistemic_uncertainty() -> None:
+def test_equal_members_have_nearly_no_corrected_eu() -> None:
     # the expected bias is 2 (1 - 1/4) / 40 = 0.0375; corrected, values below 0 become 0, so the mean is above 0
     assert mean_epistemic(corrected=True) < 0.0375 / 2
 

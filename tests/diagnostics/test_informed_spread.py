@@ -40,7 +40,7 @@ def test_a_posterior_twice_as_wide_has_temperature_two() -> None:
     assert abs(found.temperature - 2) < 4 * found.std_error
 
 
-def test_a_diagonal_covariance_with_the_right_precisions_is_caught() -> None:
+def test_a_diagonal_with_the_right_precisions_is_caught() -> None:
     """The broken twin: without correlations draws are too wide where the data outweigh the prior, else too narrow."""
     curvature, _ = problem()
     diagonal = (1 / (curvature.diagonal() + PRIOR_PRECISION)).diag()

@@ -62,7 +62,7 @@ def stds(posterior: Posterior) -> Tensor:
     return found
 
 
-def test_normal_noise_of_a_user_gives_the_exact_linear_regression() -> None:
+def test_normal_noise_of_a_user_is_the_exact_regression() -> None:
     model, data, phi, _ = regression()
     method = LaplaceConfig(structure="full", num_samples=None, prior_std=STD)
     found = {
@@ -172,7 +172,7 @@ def test_a_likelihood_that_does_not_fit_is_refused(likelihood: Any, options: dic
     refuse_attached(model)  # it was given back
 
 
-def test_another_likelihood_than_that_of_an_attached_model_is_refused() -> None:
+def test_another_likelihood_than_the_models_is_refused() -> None:
     with (
         attach(lstm(1), likelihood=Poisson()) as bayesian,
         pytest.raises(ValueError, match="is given with a BayesianModel, which has one of its own"),

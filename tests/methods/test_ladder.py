@@ -34,9 +34,7 @@ from tests.training.trained import StopAfter
         ("sgnht", {}),
     ],
 )
-def test_the_chains_of_a_rung_are_those_of_a_run_with_its_settings(
-    tmp_path: Path, name: str, changes: dict[str, Any]
-) -> None:
+def test_the_chains_of_a_rung_equal_a_run_with_its_settings(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     def watched(directory: str, **settings: Any) -> Watch:
         watch = Watch()
         run = trainer(tmp_path / directory, config(name, **settings, **WARM), watch, **changes)
@@ -56,7 +54,7 @@ def test_the_chains_of_a_rung_are_those_of_a_run_with_its_settings(
         assert (watch.theta[-1][1 - rung :: 2] - alone.theta[-1][1 - rung :: 2]).abs().max() > 0.01
 
 
-def test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture(tmp_path: Path) -> None:
+def test_the_choice_is_the_lowest_nll_of_a_rungs_mixture(tmp_path: Path) -> None:
     watch = Watch()
     run = trainer(tmp_path, config(), watch)
     run.train()
@@ -150,7 +148,7 @@ def test_a_lost_chain_goes_back_to_its_warm_start(
 
 
 @pytest.mark.parametrize("best", [0, 1])
-def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
+def test_the_rest_of_the_run_has_the_chosen_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int
 ) -> None:
     """The held-out score is planted: another one chooses another rung."""
@@ -172,7 +170,7 @@ def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
 
 
 @pytest.mark.parametrize(("heating", "of_step"), [(0.1, 0.5), (None, 1.0)])
-def test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode(
+def test_a_chain_of_another_temperature_is_scaled_to_its_mode(
     tmp_path: Path, heating: float | None, of_step: float
 ) -> None:
     """h^2 is proportional to T and to the heating, whose default is four times as large below T = 1."""
@@ -204,9 +202,7 @@ def test_a_chain_that_restarts_has_the_step_of_its_start(tmp_path: Path) -> None
         assert torch.equal(after[[0, 2, 3]], before[[0, 2, 3]])
 
 
-def test_at_the_choice_the_chains_of_other_temperatures_are_scaled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_choice_scales_the_chains_of_other_temperatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_rung, scaled = ladder._rung, []
 
     def watched(*args: Any) -> ladder.Rung:
@@ -281,7 +277,7 @@ def test_a_ladder_replaces_its_settings_and_needs_a_sampler() -> None:
         ),
     ],
 )
-def test_too_little_to_choose_by_is_refused_before_the_first_step(
+def test_too_little_to_choose_by_is_refused_before_a_step(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -32,7 +32,7 @@ def test_members_cannot_be_spread_without_launched_processes() -> None:
 FITTED = {"temperature": 1.3, "prediction": "members", "num_members": 4}
 
 
-def test_a_temperature_of_other_predictions_is_named_and_left_out() -> None:
+def test_a_temperature_of_other_predictions_is_left_out() -> None:
     with pytest.warns(UserWarning, match=r"temperature of the mixture, 1.3, .*'single_pass'.*fit_calibration"):
         assert stored_temperature(FITTED, "single_pass", 0) == 1
     with pytest.warns(UserWarning, match="'members' with 4 members, and this model predicts by 'members' with 2"):

@@ -326,7 +326,7 @@ def test_a_prior_of_a_head_for_other_labels_is_refused(config: Any, words: str |
         fitted(first, **config)
 
 
-def test_a_prior_whose_outputs_have_another_likelihood_is_refused() -> None:
+def test_a_prior_with_another_likelihood_is_refused() -> None:
     def fitted(prior: Posterior | None, likelihood: Any) -> Posterior:
         method = LaplaceConfig(structure="diagonal", estimator="ef_token", prior_std=None if prior else 0.1)
         rows = [row | {"weight": 1.0} for row in label_rows()] if isinstance(likelihood, Weighted) else label_rows()

@@ -56,7 +56,7 @@ def test_the_line_that_is_advised_finds_the_blocks(name: str) -> None:
         assert found == list(attrgetter(BLOCKS[name])(core_of(model)))
 
 
-def test_a_model_without_a_list_of_blocks_gets_advice_without_a_path() -> None:
+def test_a_model_without_blocks_gets_advice_without_a_path() -> None:
     assert compiling_blocks(nn.Linear(2, 2), "model") == "block.compile() for each block of model"
 
 

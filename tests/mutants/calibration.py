@@ -43,7 +43,7 @@ CALIBRATION = (
           (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
     Fault("calibration: other predictions get the temperature", "models/current_members.py",
           "if way == (prediction, num_members) or temperature == 1:", "if True:",
-          ("models/test_current_members.py::test_a_temperature_of_other_predictions_is_named_and_left_out",)),
+          ("models/test_current_members.py::test_a_temperature_of_other_predictions_is_left_out",)),
     Fault("calibration: every second row, where nearly all can be paid", "training/calibrating.py",
           "[number * count // min(count, most) for number in range(min(count, most))]",
           "list(range(0, count, max(1, -(-count // most))))",

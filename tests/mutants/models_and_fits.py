@@ -27,7 +27,7 @@ MODELS_AND_FITS = (
     Fault("training-free: the std of a row of A grows with its singular value",
           "methods/variational/lora_coordinates.py", "torch.where(used, 1 / s, 0.0)", "torch.where(used, s, 0.0)",
           ("methods/variational/test_lora_coordinates.py::"
-           "test_the_noise_of_the_product_is_isotropic_in_the_columns_of_b",)),
+           "test_the_noise_of_the_product_is_isotropic_in_b",)),
     Fault("energies: the Hessian is a sum over batches", "chains/energy_hessian.py",
           "        return total / len(self._batches)\n\n    def _first", "        return total\n\n    def _first",
           (f"{HESSIAN}test_logistic_regression_has_its_analytic_hessian",)),

@@ -24,7 +24,7 @@ OWN_CHOICES = (
           "config.allowed_heating * config.temperature", "config.allowed_heating", (STEP_SIZE,)),
     Fault("whitening: a chain that cools keeps its heating", "methods/sgmcmc/whitening.py",
           "math.sqrt(_allowed_of(there) / self._allowed)", "factor",
-          ("methods/test_ladder.py::test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode[None-1.0]",)),
+          ("methods/test_ladder.py::test_a_chain_of_another_temperature_is_scaled_to_its_mode[None-1.0]",)),
     Fault("whitening: pairs of minibatches count twice", "methods/sgmcmc/laplace_trial.py",
           "change[:, 1] - change[:, 0]], 1).square() / 2", "change[:, 1] - change[:, 0]], 1).square()", (STEP_SIZE,)),
     Fault("whitening: a control variate without the gradient of all rows", "methods/sgmcmc/whitening.py",

@@ -6,7 +6,7 @@ from tests.mutants.fault import Fault
 
 LADDER = "methods/test_ladder.py::"
 REVIEWS = "methods/test_ladder_reviews.py::"
-CHOICE = f"{LADDER}test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture"
+CHOICE = f"{LADDER}test_the_choice_is_the_lowest_nll_of_a_rungs_mixture"
 FALLS = f"{REVIEWS}test_a_temperature_falls_when_a_lower_one_becomes_better"
 
 # fmt: off
@@ -17,7 +17,7 @@ RECOMMENDED = (
           "state.ladder_looks[rows].flatten(0, 1)", "state.ladder_looks[rows[:1]].flatten(0, 1)", (CHOICE,)),
     Fault("ladder: a chain that changes its temperature is not scaled", "methods/ladder.py",
           "part if ratio == 1 else own.rule.rescale(part, ratio)", "part",
-          (f"{LADDER}test_at_the_choice_the_chains_of_other_temperatures_are_scaled",)),
+          (f"{LADDER}test_the_choice_scales_the_chains_of_other_temperatures",)),
     Fault("ladder: a chain that is lost stays where it is", "methods/ladder.py",
           "(rows, rung.rule.restart(part, lost[rows]))", "(rows, part)",
           (f"{LADDER}test_a_lost_chain_goes_back_to_its_warm_start[one is lost]",)),
@@ -43,7 +43,7 @@ RECOMMENDED = (
     Fault("ladder: the record keeps the temperature of before", "methods/ladder.py",
           '{"ladder": None, "temperature": self.rungs[index].temperature, **self.config.rungs[index]}',
           '{"ladder": None}',
-          (f"{LADDER}test_the_record_and_the_rest_of_the_run_have_the_chosen_settings",)),
+          (f"{LADDER}test_the_rest_of_the_run_has_the_chosen_settings",)),
     Fault("heat is averaged over all directions", "methods/sgmcmc/whitening.py",
           "torch.where(informed, along.square(), 0.0).sum(1) / informed.sum(1)", "along.square().mean(1)",
           ("methods/sgmcmc/test_whitening.py::test_heat_is_measured_where_the_data_outweigh_the_prior[1.5]",)),

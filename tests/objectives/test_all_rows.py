@@ -23,7 +23,7 @@ def _parts(numbers: list[int]) -> list[list[int]]:
     return [numbers[start : start + 12] for start in range(0, len(numbers), 12)]
 
 
-def test_it_is_the_sum_over_rows_also_for_chains_with_batches_of_their_own() -> None:
+def test_it_is_the_sum_over_rows_for_chains_with_own_batches() -> None:
     objective = classifier(shared=False, data=DataAccess(by_number, 40))
     theta = theta_near(objective)
     found = objective.data_pass(theta, AllRows(), gradient=True)

@@ -80,14 +80,14 @@ def test_a_warm_start_and_a_burn_in_of_the_users_stay() -> None:
     assert (short.warm_start_steps, short.burn_in) == (100, 0.2)
 
 
-def test_a_warm_start_with_a_rate_and_no_length_lasts_for_burn_in() -> None:
+def test_a_warm_start_without_a_length_lasts_for_burn_in() -> None:
     method = SWAConfig(warm_start_learning_rate=3e-3, burn_in=0.4)
     assert settle(method, 0.03, 100, None).method == replace(method, warm_start_steps=40)
     given = replace(method, warm_start_steps=0)
     assert settle(given, 0.03, 100, None).method == given
 
 
-def test_the_shortest_run_can_measure_its_noise_before_the_first_draw() -> None:
+def test_the_shortest_run_can_measure_its_noise_in_time() -> None:
     found = settle(SGHMCConfig(warm_start_learning_rate=0.1), None, 20, None).method
     assert (found.warm_start_steps, found.burn_in) == (10, 15)
 

@@ -42,7 +42,7 @@ def measured(found: Approximation, objective: ModelObjective, *, num_gradients: 
     return measure_spread(objective, SpreadPlan(found, PRIOR, shapes, 1.0, True, num_gradients), seed=0)
 
 
-def test_the_exact_covariance_has_temperature_one_and_another_its_factor() -> None:
+def test_the_exact_covariance_has_temperature_one() -> None:
     objective = classifier(data=DataAccess(by_number, 40))
     for factor in (1.0, 2.0):
         found = measured(laplace(objective, factor), objective)

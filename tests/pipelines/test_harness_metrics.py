@@ -31,7 +31,7 @@ def test_members_that_choose_differently_disagree_by_log_2() -> None:
     assert alike == pytest.approx({"epistemic": 0.0, "confidence": 0.5}, abs=1e-12)
 
 
-def test_long_and_improbable_answers_are_compared_within_each_member() -> None:
+def test_improbable_answers_are_compared_within_each_member() -> None:
     """Both members prefer the first answer 3 : 1, one of them at probabilities that float64 does not have."""
     low, high = -900.0, -20.0
     choices = [
@@ -41,7 +41,7 @@ def test_long_and_improbable_answers_are_compared_within_each_member() -> None:
     assert document_uncertainty(choices) == pytest.approx({"epistemic": 0.0, "confidence": 0.75}, abs=1e-9)
 
 
-def test_one_answer_has_the_mean_of_its_tokens_and_a_text_has_none() -> None:
+def test_an_answer_has_its_tokens_mean_and_a_text_has_none() -> None:
     assert document_uncertainty([answer(0.5, 0.5, epistemic=0.3)]) == {"epistemic": 0.3}
     assert document_uncertainty([-3.0]) == {}
     assert document_uncertainty(["generated"]) == {}

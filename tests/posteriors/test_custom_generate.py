@@ -200,7 +200,7 @@ def test_a_repository_of_the_hub_generates_as_its_folder(tmp_path: Path) -> None
     assert torch.equal(found.epistemic.nan_to_num(), expected.epistemic.nan_to_num())
 
 
-def test_the_place_can_be_given_where_transformers_does_not_say_it(tmp_path: Path) -> None:
+def test_the_place_can_be_given_if_transformers_has_none(tmp_path: Path) -> None:
     export_custom_generate(posterior_of("lora", tmp_path / "base"), tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     function = plain.load_custom_generate(str(tmp_path / "out"), trust_remote_code=True)

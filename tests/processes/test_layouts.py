@@ -180,7 +180,7 @@ def test_held_out_prior_and_learnt_noise_equal_one_process(launches, processes, 
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("chains", [4, 2])
-def test_the_temperature_of_the_mixture_equals_that_of_one_process(launches, processes, chains):
+def test_the_mixtures_temperature_equals_one_processs(launches, processes, chains):
     name = f"calibrated{chains}"
     expected = launches[1].numbers[0][name]
     assert expected["temperature"] != 1  # it was fitted

@@ -14,7 +14,7 @@ def test_a_product_of_matrices_counts_twice_its_size() -> None:
     assert counted(nn.Linear(5, 7), {"input": torch.zeros(3, 5)}) == 2 * 3 * 5 * 7
 
 
-def test_a_backward_pass_through_all_blocks_is_short_of_a_forward() -> None:
+def test_a_backward_pass_of_all_blocks_is_short_of_a_forward() -> None:
     assert backward_share(2) == pytest.approx((2 + 10 / 32 + 9) / 72)
     assert 1 - backward_share(BLOCKS) == pytest.approx((12 - 9 + 10 * 31 / 32) / 72)  # what it leaves out
 

@@ -101,7 +101,7 @@ def test_the_map_estimate_beside_has_its_own_temperature(tmp_path: Path) -> None
     assert run.posterior.config.metrics["map_nll"] < plain.posterior.config.metrics["map_nll"] - 0.05
 
 
-def test_a_second_run_begins_without_the_temperature_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_begins_without_the_firsts_temperature(tmp_path: Path) -> None:
     found = []
     for calibrate in (True, False):
         run = trainer(tmp_path, eval_strategy="steps", eval_steps=20, max_steps=20, calibrate=calibrate)

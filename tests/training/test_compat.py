@@ -100,7 +100,7 @@ def host_of(*, disable_tqdm: bool = False, first: bool = True) -> TrainerHost:
     ("given", "expected"),
     [(None, {"": None}), ([1], {"": [1]}), ({"a": [1], "heldout": [2]}, {"a": [1], "heldout": [2]})],
 )
-def test_held_out_sets_have_names_and_a_single_one_the_name_empty(given: Any, expected: dict[str, Any]) -> None:
+def test_held_out_sets_have_names_and_a_single_one_has_none(given: Any, expected: dict[str, Any]) -> None:
     trainer: Any = SimpleNamespace(eval_dataset=given)
     assert TrainerHost(trainer).eval_sets == expected
 

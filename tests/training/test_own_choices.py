@@ -109,7 +109,7 @@ def test_a_method_without_a_rate_makes_its_stated_warm_start(tmp_path: Path) -> 
     assert run.adamw_learning_rate == 0.01
 
 
-def test_a_schedule_of_trainers_takes_the_place_of_the_linear_one(tmp_path: Path, always_tries: None) -> None:
+def test_a_schedule_of_trainers_replaces_the_linear_one(tmp_path: Path, always_tries: None) -> None:
     run = trainer(tmp_path, MAPConfig(prior_std=0.1), lr_scheduler_type="cosine", max_steps=8)
     run.train()
     assert run.method.schedule is None
@@ -254,7 +254,7 @@ def test_classifiers_find_a_step_size_by_kronecker_factors(tmp_path: Path) -> No
     assert bool(run.run.state.theta.isfinite().all())
 
 
-def test_what_cannot_find_a_rate_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_what_cannot_find_a_rate_is_refused_before_a_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hmc with these settings needs a learning_rate, got None"):
         trainer(tmp_path, HMCConfig(num_chains=2)).train()
 

@@ -41,7 +41,7 @@ def test_the_texts_of_a_pair_become_one_row() -> None:
     assert batch["labels"].tolist() == [0, 0]
 
 
-def test_reference_columns_are_read_only_where_they_were_computed() -> None:
+def test_reference_columns_are_read_where_they_were_computed() -> None:
     def collate(rows: list[Any]) -> dict[str, Any]:
         return {**halves(rows), "ref_chosen_logps": torch.tensor([1.0]), "ref_rejected_logps": torch.tensor([2.0])}
 

@@ -89,7 +89,7 @@ def test_resume_with_a_prior_at_other_initial_weights_is_refused(tmp_path, prior
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
-def test_a_given_rate_for_a_found_one_is_said_without_its_consequences(tmp_path):
+def test_a_given_rate_for_a_found_one_is_said(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "map_updates": 0}
     runs.trainer(tmp_path, EnsembleConfig(num_chains=2), learning_rate=None, **saving).train()
     other = runs.trainer(tmp_path, EnsembleConfig(num_chains=2), learning_rate=1e-3, **saving)

@@ -59,7 +59,7 @@ def test_a_student_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert results["epistemic"] > 0
 
 
-def test_numbers_under_a_weighted_likelihood_are_evaluated_without_weights(tmp_path: Path) -> None:
+def test_numbers_of_a_weighted_likelihood_have_no_weights(tmp_path: Path) -> None:
     train = [row | {"label": float(row["label"]), "weight": 0.5} for row in runs.label_rows()]
     model = tiny_bert(num_labels=2)
     posterior = saved(tmp_path, model, train=train, likelihood=Weighted(Heteroscedastic(), column="weight"))

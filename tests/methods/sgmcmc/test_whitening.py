@@ -123,7 +123,7 @@ def test_the_step_size_is_that_of_the_allowed_heating() -> None:
         ({"heating": 0.3}, 0.3),
     ],
 )
-def test_more_heating_is_allowed_below_the_posteriors_temperature(settings: dict[str, float], expected: float) -> None:
+def test_more_heating_is_allowed_below_temperature_one(settings: dict[str, float], expected: float) -> None:
     assert SGHMCConfig(**settings).allowed_heating == expected
 
 
@@ -134,7 +134,7 @@ def test_exact_gradients_get_the_largest_step() -> None:
     assert run.state.step_size.tolist() == pytest.approx([MAX_STEP] * 4)
 
 
-def test_one_pass_per_chain_and_no_movement_while_noise_is_measured() -> None:
+def test_chains_stand_still_while_their_noise_is_measured() -> None:
     objective = GaussianData(1.0)
     run = run_of(SGHMCConfig(), objective, steps=200)
     start, measured = run.theta.clone(), num_measured(200)

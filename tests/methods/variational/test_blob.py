@@ -150,7 +150,7 @@ def test_folded_members_equal_separate_models(tmp_path: Path) -> None:
     assert isinstance(verdict, str)
 
 
-def test_a_model_without_factors_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_model_without_factors_is_refused_before_a_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"blob: points='.*lora_.*' matches no random parameter .*add LoRA"):
         runs.trainer(tmp_path, BLoBConfig(), model=tiny_llama().requires_grad_(True), subspace="last_layer").train()
 

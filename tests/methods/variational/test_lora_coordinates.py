@@ -42,7 +42,7 @@ def test_the_product_of_the_factors_does_not_change() -> None:
     assert torch.equal(tensors(found.theta)["head.weight"], tensors(theta)["head.weight"])
 
 
-def test_the_noise_of_the_product_is_isotropic_in_the_columns_of_b() -> None:
+def test_the_noise_of_the_product_is_isotropic_in_b() -> None:
     theta = members()
     found = canonical(theta, SHAPES)
     u = torch.linalg.svd(tensors(theta)[B][0], full_matrices=False)[0]

@@ -63,7 +63,7 @@ def test_the_scale_is_where_the_rise_reaches_the_tolerance() -> None:
     assert wide.report["training_free"][0]["too_wide"] is None  # every width passes
 
 
-def test_a_wider_tolerance_and_a_flatter_loss_give_a_larger_scale() -> None:
+def test_a_wider_tolerance_or_flatter_loss_has_a_larger_scale() -> None:
     scales = [
         fitted(TrainingFreeConfig(tolerance=0.0), {x: c * factor for x, c in SENSITIVITY.items()})[0].report[
             "training_free"

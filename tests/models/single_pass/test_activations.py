@@ -21,7 +21,7 @@ def test_activation_has_the_variance_of_draws(function: object) -> None:
     assert ((covariance - expected) / scale).abs().max() > 0.03  # without the slope
 
 
-def test_diagonal_of_a_covariance_is_the_rule_for_independent_units() -> None:
+def test_the_diagonal_follows_the_rule_for_independent_units() -> None:
     mean, covariance = normal(2, 6), covariance_matrix(6).expand(2, 6, 6)
     found = elementwise(mean, covariance, torch.tanh)[1].diagonal(dim1=1, dim2=2)
     assert (found - elementwise(mean, covariance.diagonal(dim1=1, dim2=2), torch.tanh)[1]).abs().max() < 1e-14

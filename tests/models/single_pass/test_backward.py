@@ -72,7 +72,7 @@ def test_a_users_likelihood_is_predicted_as_linearised(likelihood: LikelihoodCon
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-9, atol=1e-9)
 
 
-def test_directions_of_many_classes_are_those_of_the_probable_ones() -> None:
+def test_directions_of_many_classes_are_of_the_probable_ones() -> None:
     logits = 3 * normal(5, 40)
     probs = logits.softmax(-1)
     fisher = torch.diag_embed(probs) - probs[..., None] * probs[..., None, :]

@@ -13,7 +13,7 @@ from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 OF_LORA = {"mc_dropout", "blob", "training_free"}
 
 
-def test_candidates_have_names_of_their_own_and_plain_comes_first() -> None:
+def test_candidates_have_own_names_and_plain_comes_first() -> None:
     rows = default_candidates(attach(with_lora(tiny_llama())))
     assert len({row.name for row in rows}) == len(rows)
     assert rows[0].name == PLAIN

@@ -53,7 +53,7 @@ def test_rounds_share_the_budget_and_a_failure_ends_nothing(tuned: tuple[Path, T
     assert sum(trial.gradients for trial in (*first, *second)) <= 4000
 
 
-def test_a_candidate_that_needs_a_long_run_has_one_in_the_second_round(tmp_path: Path) -> None:
+def test_a_candidate_that_needs_a_long_run_has_one_later(tmp_path: Path) -> None:
     patient = Candidate("patient", MAPConfig(prior_std=1.0), 3e-2, least_updates=300)
     late = call(tmp_path, (*CANDIDATES[:2], patient), budget=2800)
     first, second = late.rounds
