@@ -116,7 +116,7 @@ def test_padding_enters_neither_num_data_nor_the_loss(tmp_path):
             tmp_path, train=train, collator=runs.padding_collator(), max_steps=2, per_device_train_batch_size=4
         )
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found[name] = trainer.num_data, losses
+        found[name] = trainer.rows.num_data, losses
     assert found["collator"][0] == found["by hand"][0] == 2 + 8 + 4 + 6
     assert found["collator"][1] == pytest.approx(found["by hand"][1], rel=1e-5)
 
@@ -133,14 +133,14 @@ def test_a_batch_without_labels_has_zero_loss_and_no_nan(tmp_path, minibatch):
     losses = [entry[f"loss/chain_{k}"] for entry in trainer.state.log_history if "loss" in entry for k in range(2)]
     assert all(math.isfinite(loss) for loss in losses)
     assert 0.0 in losses
-    assert trainer.num_data == 7
+    assert trainer.rows.num_data == 7
 
 
 def test_a_classifier_may_ignore_rows(tmp_path):
     trainer = run(
         tmp_path, model=tiny_bert(), subspace="last_layer", train=labelled(-100), per_device_train_batch_size=1
     )
-    assert trainer.num_data == 3
+    assert trainer.rows.num_data == 3
 
 
 @pytest.mark.parametrize("bias", [-math.inf, 1e4])
@@ -261,4 +261,4 @@ def test_collators_of_transformers_are_understood(tmp_path):
         train=rows,
         collator=DataCollatorWithPadding(tiny_tokenizer()),
     )
-    assert trainer.num_data == 4
+    assert trainer.rows.num_data == 4

@@ -16,7 +16,7 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import PredictionOutput, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
@@ -31,8 +31,8 @@ from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_metho
 from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
+from hf_bayes.training.prediction import by_members_from_now
 from hf_bayes.training.private_hooks import PrivateHooks
-from hf_bayes.training.refusals import refuse_overwritten_prior
 from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_types
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin, required, resumed_checkpoint, rows_to_train_on, take_data
@@ -84,8 +84,7 @@ class BayesianTrainerMixin(PrivateHooks):
         **kwargs: Any,
     ) -> None:
         refuse_foreign_methods(type(self), BayesianTrainerMixin)
-        args = refuse_types(type(self), model, args, kwargs)
-        args = copy.copy(args)  # the run sets what transformers reads, and the caller may use the arguments again
+        args = copy.copy(refuse_types(type(self), model, args, kwargs))  # the caller's own stay as they are
         likelihood = likelihood_for(type(self), likelihood, args, kwargs)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None
@@ -99,14 +98,9 @@ class BayesianTrainerMixin(PrivateHooks):
                 super().__init__(model=setup.model, args=args, **kwargs)
             self.rows = take_data(TrainerHost(self), setup)
 
-    # -- what users read -------------------------------------------------------------------------------------------
-
     @property
     def bayesian(self) -> BayesianModel:
-        """The model with a member axis.
-
-        It predicts by members, also after a run whose posterior predicts in another way (``config.prediction``).
-        """
+        """The model with a member axis; after ``train`` it predicts as a model that is loaded from the posterior."""
         return self.setup.model
 
     @property
@@ -118,11 +112,6 @@ class BayesianTrainerMixin(PrivateHooks):
     def adamw_learning_rate(self) -> float | None:
         """The peak learning rate of AdamW in the last ``train``, given or found; None if there was no AdamW."""
         return required(self.active).adamw_learning_rate
-
-    @property
-    def num_data(self) -> float:
-        """N, the number of likelihood terms."""
-        return required(self.rows).num_data
 
     @property
     def run(self) -> Run[Any]:
@@ -151,9 +140,10 @@ class BayesianTrainerMixin(PrivateHooks):
         host = TrainerHost(self)
         rows = rows_to_train_on(host, self.setup, self.rows)
         checkpoint, found_rate = resumed_checkpoint(host, resume_from_checkpoint)
-        active = ActiveRun(host, self.setup, rows, found_rate=found_rate)
-        self.diagnosis, self.optimizer, num_updates = begin(active, checkpoint)
-        self.active = active  # an earlier run stays until all checks have passed
+        with by_members_from_now(self.setup.model):  # an earlier run stays until all checks have passed
+            active = ActiveRun(host, self.setup, rows, found_rate=found_rate)
+            self.diagnosis, self.optimizer, num_updates = begin(active, checkpoint)
+        self.active = active
         self.outcome.begin(active)
         if checkpoint is not None and num_updates >= active.problem.num_steps:
             end = self.diagnosis.checkpoints.load_end(checkpoint)  # Trainer would make one more update
@@ -213,16 +203,10 @@ class BayesianTrainerMixin(PrivateHooks):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Trainer's ``evaluate``; after training, as a model that is loaded from the posterior predicts."""
-        with self.outcome.predicting():
-            metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None and self.outcome.posterior is not None and not args and not kwargs:
             self.outcome.keep_evaluation(metrics)
         return metrics
-
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Trainer's ``predict``; after training, as a model that is loaded from the posterior predicts."""
-        with self.outcome.predicting():
-            return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         loop = partial(super().evaluation_loop, *args, **{**kwargs, "metric_key_prefix": metric_key_prefix})
@@ -243,17 +227,12 @@ class BayesianTrainerMixin(PrivateHooks):
         if _internal_call:
             Path(directory).mkdir(parents=True, exist_ok=True)
         else:
-            refuse_overwritten_prior(self.setup.inherited, directory)
             self.outcome.save(self.active, directory)
 
     def push_to_hub(  # type: ignore[override]
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **settings: Any,
-    ) -> CommitInfo | Future[CommitInfo] | None:
+        self, commit_message: str | None = "End of training", blocking: bool = True, token: str | None = None,
+        revision: str | None = None, **settings: Any,
+    ) -> CommitInfo | Future[CommitInfo] | None:  # fmt: skip
         """Save, and upload the posterior's own files; ``Outcome.push`` explains the settings."""
         settings |= {"commit_message": commit_message, "token": token, "revision": revision}
         return self.outcome.push(TrainerHost(self), self.save_model, blocking=blocking, **settings)

@@ -39,7 +39,7 @@ def extractor(**settings: Any) -> FeatureExtractionMixin:
 def test_an_audio_classifier_is_trained_saved_and_loaded(kind: str, make: Any, tmp_path: Path) -> None:
     base = from_disk(make(), tmp_path / "base")
     trainer = run(tmp_path, with_lora(base), sound_rows(kind), sound_rows(kind, seed=5))
-    assert trainer.num_data == 4
+    assert trainer.rows.num_data == 4
     trainer.train()
     found = trainer.evaluate()
     trainer.save_model()

@@ -87,7 +87,7 @@ def test_a_regression_is_trained_evaluated_saved_and_loaded(tmp_path: Path, outp
     base = from_disk(tiny_bert(num_labels=outputs, problem_type="regression"), tmp_path / "base")
     held_out = numbered_rows(outputs, seed=5)
     trainer = run(tmp_path, with_lora(base), numbered_rows(outputs), held_out, noise_std=0.5)
-    assert trainer.num_data == 6
+    assert trainer.rows.num_data == 6
     trainer.train()
     found = trainer.evaluate()
     trainer.save_model()

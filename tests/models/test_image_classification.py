@@ -31,7 +31,7 @@ def test_an_image_classifier_trains_evaluates_saves_and_loads(tmp_path: Path, su
     adapted = with_lora(base) if subspace == "trainable" else base
     held_out = image_rows(seed=5)
     trainer = run(tmp_path, adapted, image_rows(), held_out, subspace=subspace)
-    assert trainer.num_data == 4
+    assert trainer.rows.num_data == 4
     trainer.train()
     found = trainer.evaluate()
     trainer.save_model()

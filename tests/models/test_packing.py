@@ -34,9 +34,9 @@ def test_packed_documents_have_the_likelihood_of_single_ones(tmp_path: Path, mak
     packed = trainer.bayesian(**batch, theta=theta, folded=False)
     rows = ({name: torch.tensor([values]) for name, values in row.items()} for row in runs.token_rows(LENGTHS))
     single = [trainer.bayesian(**row, theta=theta, folded=False) for row in rows]
-    assert trainer.num_data == sum(length - 1 for length in LENGTHS)
+    assert trainer.rows.num_data == sum(length - 1 for length in LENGTHS)
     torch.testing.assert_close(packed.loss, sum(one.loss for one in single))
-    assert packed.num_terms.tolist() == [int(trainer.num_data)] * 3
+    assert packed.num_terms.tolist() == [int(trainer.rows.num_data)] * 3
 
 
 @pytest.mark.parametrize("chains", [1, 2])

@@ -38,7 +38,7 @@ def test_a_taggers_terms_are_its_labels_unshifted(tmp_path: Path) -> None:
     shifted = sum(label != -100 for row in rows for label in row["labels"][1:])
     trainer = run(tmp_path, bert_tagger(torch.float32), rows, rows, subspace="last_layer",
                   collator=runs.padding_collator(), minibatch="shared", per_device_train_batch_size=4)  # fmt: skip
-    assert trainer.num_data == unshifted != shifted
+    assert trainer.rows.num_data == unshifted != shifted
     objective = runs.started(trainer).objective
     assert objective.terms_of([next(iter(trainer.get_train_dataloader()))]).tolist() == [unshifted] * 2
 

@@ -94,7 +94,7 @@ def test_an_update_has_the_papers_batches(rows: Rows) -> None:
     sizes = {tuple(batch["labels"].shape) for batch in trainer.get_train_dataloader()}
     assert sizes == {(5, 4)}  # the same rows for all chains
     assert trainer.get_total_train_batch_size(trainer.args) == 20
-    assert trainer.num_data == 5
+    assert trainer.rows.num_data == 5
 
 
 def test_only_the_batched_line_goes_without_the_penalty(rows: Rows) -> None:

@@ -126,7 +126,7 @@ def test_a_run_with_a_likelihood_is_saved_and_loaded(tmp_path: Path, name: str) 
     data = rows(**kind)
     run = trainer(tmp_path, likelihood, num_outputs, data)
     run.train()
-    assert run.num_data == 24
+    assert run.rows.num_data == 24
     nll = run.evaluate()["eval_nll"]
     run.save_model(str(tmp_path / "posterior"))
     loaded = BayesianModelForSequenceClassification.from_pretrained(

@@ -91,7 +91,7 @@ def preferring(folder: Path, method: MethodConfig | None = None, **changes: Any)
 def test_a_trainer_counts_pairs_and_saves_their_likelihood(tmp_path: Path) -> None:
     run = preferring(tmp_path)
     run.train()
-    assert run.num_data == 8
+    assert run.rows.num_data == 8
     metrics = run.evaluate()
     assert metrics["eval_total"] == pytest.approx(metrics["eval_aleatoric"] + metrics["eval_epistemic"], abs=1e-6)
     run.save_model(str(tmp_path / "posterior"))

@@ -67,7 +67,7 @@ def test_num_data_and_data_unit_scale_the_likelihood(tmp_path, evaluations):
         evaluations.clear()
         trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=1), train=rows, max_steps=1, **changes)
         trainer.train()
-        found[name] = trainer.num_data, float(evaluations[0].log_lik)
+        found[name] = trainer.rows.num_data, float(evaluations[0].log_lik)
     assert [value[0] for value in found.values()] == [32.0, 8.0, 64.0]
     assert found["sequence"][1] == pytest.approx(found["token"][1] / 4)
     assert found["given"][1] == pytest.approx(found["token"][1] * 2)
@@ -110,7 +110,7 @@ def test_any_sized_data_set_can_be_trained_on(tmp_path, data):
     train = {"list": tuple(rows), "torch": Rows(), "datasets": Dataset.from_list(rows)}[data]
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), train=train, max_steps=2)
     trainer.train()
-    assert trainer.num_data == 6 * 7
+    assert trainer.rows.num_data == 6 * 7
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_classifiers_and_regressors_train(tmp_path, head):
     )
     trainer.train()
     metrics = trainer.evaluate()
-    assert trainer.num_data == 8
+    assert trainer.rows.num_data == 8
     assert math.isfinite(metrics["eval_nll"])
     assert metrics["eval_member_nll"] >= metrics["eval_nll"]  # Jensen
     assert metrics["eval_loss"] == metrics["eval_nll"]

@@ -187,7 +187,7 @@ FORMATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], int]] = {
 def test_every_format_of_rows_has_the_terms_counted_by_hand(tmp_path: Path, name: str) -> None:
     rows, settings, expected = FORMATS[name]
     trainer = sft(tmp_path, with_lora(tiny_llama()), rows=rows, max_steps=2, **settings)
-    assert trainer.num_data == expected
+    assert trainer.rows.num_data == expected
     trainer.train()
 
 
@@ -204,7 +204,7 @@ def test_packed_texts_stay_documents_of_their_own(tmp_path: Path, settings: dict
     settings = {"max_length": 64, "minibatch": "shared"} | settings
     trainer = sft(tmp_path, with_lora(tiny_llama()), max_steps=2, **settings)
     documents = [tiny_tokenizer()(row["text"] + "</s>", return_tensors="pt")["input_ids"] for row in TEXT_ROWS]
-    assert trainer.num_data == sum(ids.shape[1] - 1 for ids in documents)
+    assert trainer.rows.num_data == sum(ids.shape[1] - 1 for ids in documents)
     theta = trainer.bayesian.theta.detach() + 0.1
     batch = next(iter(trainer.get_train_dataloader()))
     ends = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
@@ -217,19 +217,19 @@ def test_packed_texts_stay_documents_of_their_own(tmp_path: Path, settings: dict
 def test_a_formatting_function_and_a_template_file_are_used(tmp_path: Path) -> None:
     kwargs = {"formatting_func": lambda row: row["body"]}
     trainer = sft(tmp_path, with_lora(tiny_llama()), rows=[{"body": text} for text in TEXTS], kwargs=kwargs)
-    assert trainer.num_data == WHOLE
+    assert trainer.rows.num_data == WHOLE
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     settings = {"chat_template_path": str(tmp_path / "template.jinja"), "assistant_only_loss": True}
     kwargs = {"processing_class": tiny_tokenizer()}
     trainer = sft(tmp_path, with_lora(tiny_llama()), rows=CHATS, kwargs=kwargs, **settings)
-    assert trainer.num_data == ANSWERS
+    assert trainer.rows.num_data == ANSWERS
 
 
 def test_a_stream_of_texts_is_trained_on(tmp_path: Path) -> None:
     rows = Dataset.from_list(TEXT_ROWS).to_iterable_dataset()
     trainer = sft(tmp_path, with_lora(tiny_llama()), rows=rows, num_data=500, minibatch="shared")
     trainer.train()
-    assert trainer.num_data == 500
+    assert trainer.rows.num_data == 500
 
 
 def test_checkpointed_activations_change_no_chain(tmp_path: Path) -> None:

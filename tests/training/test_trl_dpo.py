@@ -221,7 +221,7 @@ def test_every_format_of_pairs_ends_in_a_posterior(tmp_path: Path, rows: Any) ->
     run = bayesian(tmp_path / "run", model, None, rows, kwargs, per_device_train_batch_size=2, learning_rate=1e-2,
                    max_steps=8)  # fmt: skip
     run.train()
-    assert run.num_data == 8  # pairs, and neither answers nor tokens
+    assert run.rows.num_data == 8  # pairs, and neither answers nor tokens
     found = run.evaluate()
     assert {"eval_nll", "eval_accuracy", "eval_epistemic"} <= found.keys()
     assert "eval_perplexity" not in found

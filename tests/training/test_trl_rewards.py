@@ -97,7 +97,7 @@ def test_every_format_of_pairs_ends_in_a_posterior(tmp_path: Path, rows: Any) ->
     model = LlamaForSequenceClassification.from_pretrained(tmp_path / "base")
     run = bayesian(tmp_path / "run", model, method, rows, kwargs, per_device_train_batch_size=2, max_steps=8)
     run.train()
-    assert run.num_data == 8  # pairs, and not texts
+    assert run.rows.num_data == 8  # pairs, and not texts
     assert {"eval_nll", "eval_accuracy", "eval_epistemic"} <= run.evaluate().keys()
     run.save_model(str(tmp_path / "posterior"))
     loaded = BayesianModelForSequenceClassification.from_pretrained(tmp_path / "posterior")
