@@ -18,7 +18,7 @@ from benchmarks.models import WHERE
 from benchmarks.training import make_trainer
 from hf_bayes import BayesianTrainer
 from hf_bayes.chains.run import NOISE_PERIOD
-from hf_bayes.objectives.gradient_variance import between_halves
+from hf_bayes.objectives.gradient_variance import between_parts
 
 
 def measure(settings: Settings) -> list[Line]:
@@ -46,7 +46,7 @@ def _probe(settings: Settings, trainer: BayesianTrainer, gradients: list[float])
 
 
 def _noise(settings: Settings, trainer: BayesianTrainer, gradients: list[float]) -> Line:
-    """The gradient of half of a micro-batch's rows, spread over the steps from one to the next."""
+    """The gradient of a quarter of a micro-batch's rows, spread over the steps from one to the next."""
     trainer.bayesian.train()
     objective, theta = trainer.active.objective, trainer.run.theta
     batch = objective.prepare(next(iter(trainer.get_train_dataloader())))
@@ -54,11 +54,11 @@ def _noise(settings: Settings, trainer: BayesianTrainer, gradients: list[float])
     for some in objective.passes(theta, batch, micro=0, **whole):
         grad[some.members] += some.grad
 
-    def half(rows: dict[str, Any], number: int) -> Any:
+    def part(rows: dict[str, Any], number: int) -> Any:
         return objective.passes(theta, rows, micro=number, **whole)
 
     groups = 1 if objective.shared else len(objective.chains)
-    noise = partial(between_halves, objective.model, batch, grad, half, num_groups=groups)
+    noise = partial(between_parts, objective.model, batch, grad, part, num_groups=groups)
     seconds = [timed(noise, settings.device) for _ in gradients]
     work = f"the noise of the gradient every {NOISE_PERIOD} steps, LoRA on the last layer, M={settings.num_members}"
     times = {"ours": seconds, "single": gradients}

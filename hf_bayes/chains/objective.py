@@ -44,7 +44,7 @@ class UpdateObjective(Protocol):
         Args:
             gradient: compute the gradient, too.
             batches: a part of the update's batches; None takes all of them.
-            split_rows: estimate the variance of the gradient of a single batch from two halves of its rows.
+            split_rows: estimate the variance of the gradient of a single batch from two parts of its rows.
             anchor: [M, d] or [M, J, d] points at which the gradient on these batches is computed, too.
         """
         ...

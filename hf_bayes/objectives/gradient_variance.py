@@ -1,7 +1,7 @@
 """The variance that the choice of an update's rows gives to its gradient.
 
 Between the micro-batches of an update the variance costs nothing more (``BetweenBatches``). Where an update has one
-micro-batch, it is estimated from two halves of its rows (``between_halves``), which costs half a gradient.
+micro-batch, it is estimated from two parts of its rows (``between_parts``), which costs a quarter of a gradient.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BetweenBatches:
         return (count / (count - 1) * (squares - of_sum / count)).clamp_min(0)
 
 
-def between_halves(
+def between_parts(
     model: BayesianModel,
     batch: dict[str, Any],
     grad: Tensor,
@@ -56,38 +56,39 @@ def between_halves(
     *,
     num_groups: int,
 ) -> Tensor | None:
-    """Return the variance [M, S] of a micro-batch's gradient, from the two halves of its rows.
+    """Return the variance [M, S] of a micro-batch's gradient, from a quarter of its rows and the others.
 
-    Gradients are sums over rows. Let g and g' be the gradients of the halves, b and c their numbers of rows, and v the
+    Gradients are sums over rows. Let g and g' be the gradients of the parts, b and c their numbers of rows, and v the
     variance of the gradient of one row. Then g / b - g' / c has the variance v (1 / b + 1 / c), and the sum over all
-    rows has the variance V = v (b + c). So V = b c E (g / b - g' / c)^2.
+    rows has the variance V = v (b + c). So V = b c E (g / b - g' / c)^2, for parts of any size.
 
-    Only one half is passed through the model: the gradient of the other half is the rest of the whole. With dropout the
-    masks of passes differ, so both halves are passed, and the masks are part of the noise.
+    Only the smaller part is passed through the model: the gradient of the other is the rest of the whole. With dropout
+    the masks of passes differ, so both parts are passed, and the masks are part of the noise.
 
     Args:
         model: the model that is sampled.
         batch: a prepared batch.
         grad: [M, d] the gradient of minus the log-likelihood of the whole batch.
-        passes: (a half, its number) -> what ``ModelObjective.passes`` yields.
+        passes: (a part, its number) -> what ``ModelObjective.passes`` yields.
         num_groups: the number of groups of rows in the batch: 1 if chains share rows, else the number of chains.
     Returns:
         [M, S]; None if a chain has a single row.
     """
     rows = num_rows_of(batch) // num_groups
-    b, c = rows // 2, rows - rows // 2
-    if b == 0:
+    if rows < 2:
         return None
+    b = max(1, rows // 4)
+    c = rows - b
     first = torch.arange(rows).repeat(num_groups) < b
-    halves = [model.take_rows(batch, part.nonzero()[:, 0]) for part in (first, ~first)]
+    parts = [model.take_rows(batch, part.nonzero()[:, 0]) for part in (first, ~first)]
     variance = grad.new_zeros(len(grad), len(model.layout.sizes))
     devices = [grad.device] if grad.device.type == "cuda" else []
     others = None
     if model.training and model.members.trunk.has_dropout:
         with torch.random.fork_rng(devices=devices):
-            others = [other for _, _, other, _ in passes(halves[1], 1)]
+            others = [other for _, _, other, _ in passes(parts[1], 1)]
     with torch.random.fork_rng(devices=devices):
-        for index, (members, _, one, _) in enumerate(passes(halves[0], 0)):
+        for index, (members, _, one, _) in enumerate(passes(parts[0], 0)):
             assert one is not None
             if others is None:  # g / b - (whole - g) / c
                 difference = one.mul_(1 / b + 1 / c).sub_(grad[members], alpha=1 / c)

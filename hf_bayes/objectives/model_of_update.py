@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.types import Evaluation, Info
-from hf_bayes.objectives.gradient_variance import BetweenBatches, between_halves
+from hf_bayes.objectives.gradient_variance import BetweenBatches, between_parts
 from hf_bayes.objectives.passes import PassingObjective
 
 
@@ -61,7 +61,7 @@ class ModelOfUpdate:
                         noise.add(members, part)
         variance = None
         if split_rows and grad is not None and self._count == 1:
-            variance = self._variance_between_halves(theta, -grad)
+            variance = self._variance_between_parts(theta, -grad)
         log_liks = log_liks[:, chosen.start : chosen.stop].contiguous()
         if objective.private is not None:
             log_liks = objective.private.contribution(log_liks)
@@ -69,17 +69,17 @@ class ModelOfUpdate:
             anchor_grad = None if anchor_grad is None else objective.private.weight * anchor_grad
         return self._on_all_data(log_liks, grad, anchor_grad, noise, variance, len(chosen))
 
-    def _variance_between_halves(self, theta: Tensor, grad: Tensor) -> Tensor | None:
+    def _variance_between_parts(self, theta: Tensor, grad: Tensor) -> Tensor | None:
         """Return the variance of ``grad`` [M, d], the gradient of minus the log-likelihood of a single micro-batch."""
         objective, batch = self._objective, self._objective.prepare(self._mine[0])
-        # chunks as for the whole batch: a pass of half the rows with more members would need more memory
+        # chunks as for the whole batch: a pass of fewer rows with more members would need more memory
         chunks = objective.member_chunks(batch)
         options: dict[str, Any] = {"gradient": True, "step": self._step, "chunks": chunks}
-        return between_halves(
+        return between_parts(
             objective.model,
             batch,
             grad,
-            lambda half, number: objective.passes(theta, half, micro=number, **options),
+            lambda part, number: objective.passes(theta, part, micro=number, **options),
             num_groups=1 if objective.shared else len(objective.chains),
         )
 

@@ -1,15 +1,16 @@
 """A probe: a few likelihood terms of the training data, whose values under every chain show whether chains agree.
 
-The probe has about ``PROBE_TERMS`` likelihood terms. If each row has one label, it may have fewer: its forward passes
-may cost at most a fiftieth of the run's, but it has at least ``LEAST_ROWS`` rows. After every ``probe_steps`` updates,
-and at the draws of every chain, it keeps the log-probabilities of its labels and some logits of other classes. These
-are functions of the model's outputs, which the symmetries of a LoRA do not change. Their number does not depend on the
-size of the vocabulary.
+The probe has at most ``PROBE_TERMS`` likelihood terms, from whole rows. A text of 2^k tokens has one term fewer than it
+has tokens; with 256 terms one more text would be passed for the last few, and with 240 none is, from 16 tokens on. If
+each row has one label, the probe may have fewer terms: its forward passes may cost at most a fiftieth of the run's, but
+it has at least ``LEAST_ROWS`` rows. After every ``probe_steps`` updates, and at the draws of every chain, it keeps the
+log-probabilities of its labels and some logits of other classes. These are functions of the model's outputs, which the
+symmetries of a LoRA do not change. Their number does not depend on the size of the vocabulary.
 
 A term keeps all its logits if there are at most ``MAX_CLASSES`` of them. Otherwise it keeps the logits of
 ``MOST_LIKELY`` classes: those that have the largest logits at the start of the run, without the label. The classes are
 the same for all chains, processes and times, and a resumed run finds the same ones. A chain keeps 8 bytes a term and 4
-bytes a logit: at most 256 * (8 + 4 * 8) = 10 kB each time, 80 MB for 8 chains and 1000 times.
+bytes a logit: at most 240 * (8 + 4 * 8) = 10 kB each time, 80 MB for 8 chains and 1000 times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from hf_bayes.core.rng import generator
 from hf_bayes.objectives.model_objective import ModelObjective
 
-PROBE_TERMS, LEAST_ROWS = 256, 16
+PROBE_TERMS, LEAST_ROWS = 240, 16
 MAX_CLASSES, MOST_LIKELY = 8, 4
 
 

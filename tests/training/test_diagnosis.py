@@ -125,7 +125,7 @@ def test_the_noise_of_updates_is_averaged_and_not_its_reciprocal(tmp_path: Path)
 
 @pytest.mark.parametrize("minibatch", ["independent", "shared"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_measuring_noise_by_halves_does_not_change_the_chains(tmp_path: Path, minibatch: str, dropout: float) -> None:
+def test_measuring_noise_by_parts_does_not_change_the_chains(tmp_path: Path, minibatch: str, dropout: float) -> None:
     """Check the random numbers drawn beside them, too: the collator draws from torch's own generator."""
     draws, drawn = [], []
     for wanted in (None, False):
@@ -147,7 +147,7 @@ def test_measuring_noise_by_halves_does_not_change_the_chains(tmp_path: Path, mi
 
 @pytest.mark.parametrize("minibatch", ["independent", "shared"])
 @pytest.mark.parametrize(("subspace", "dropout"), [("trainable", 0.0), ("last_block", 0.0), ("trainable", 0.3)])
-def test_halves_of_a_micro_batch_add_up_to_its_gradient(
+def test_parts_of_a_micro_batch_add_up_to_its_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatch: str, subspace: str, dropout: float
 ) -> None:
     """Rows of many lengths, an odd number of them, chains in passes of two."""
@@ -169,16 +169,16 @@ def test_halves_of_a_micro_batch_add_up_to_its_gradient(
     }  # fmt: skip
     trainer = run(tmp_path, dataclasses.replace(ONE_DRAW, burn_in=0), map_updates=0, **changes)
     update = seen[1:]  # after the one that is timed
-    firsts = [one for rows, one, _ in update if rows == 2]
+    firsts = [one for rows, one, _ in update if rows == 1]
     assert [one.members for one in firsts] == [slice(0, 2), slice(2, 3)]
-    # masks differ: neither half is what the other leaves
-    assert [one.members for rows, one, _ in update if rows == 3] == ([one.members for one in firsts] if dropout else [])
+    # masks differ: neither part is what the other leaves
+    assert [one.members for rows, one, _ in update if rows == 4] == ([one.members for one in firsts] if dropout else [])
     if dropout:
         return
     wholes = [(one, batch) for rows, one, batch in update if rows == 5]
     objective = trainer.active.objective
     groups = 1 if objective.shared else 3
-    chosen = (torch.arange(5).repeat(groups) >= 2).nonzero()[:, 0]
+    chosen = (torch.arange(5).repeat(groups) >= 1).nonzero()[:, 0]
     second = trainer.bayesian.take_rows(wholes[0][1], chosen)
     theta, chunks = trainer.setup.origin, [one.members for one in firsts]
     trainer.bayesian.train()

@@ -253,19 +253,19 @@ def test_noise_of_the_gradient_is_measured(tmp_path):
     assert float(inverse.mean()) == pytest.approx(gradient_variance(192, 16) / injected, rel=0.036)
 
 
-HALVES = [(8, "independent"), (8, "shared"), (5, "independent"), (5, "shared")]
+PARTS = [(8, "independent"), (8, "shared"), (5, "independent"), (5, "shared")]
 
 
 def inverse_ratio(tmp_path: Any, batch: int, minibatch: str) -> float:
-    """Return h^2 V over what is injected, estimated from the halves of the last update's micro-batches."""
+    """Return h^2 V over what is injected, estimated from the parts of the last update's micro-batches."""
     trainer = train(tmp_path, 192, batch, 1, correct_gradient_noise=False, minibatch=minibatch)
     assert len(trainer.posterior.config.diagnostics["noise_ratio"]) == CHAINS
     return float((1 / trainer.monitor.noise_info["noise_ratio"].double()).mean())
 
 
-@pytest.mark.parametrize(("batch", "minibatch"), HALVES)
-def test_gradient_noise_is_measured_by_halves_of_a_micro_batch(tmp_path, batch, minibatch):
-    """8 rows are 4 and 4, 5 are 2 and 3."""
+@pytest.mark.parametrize(("batch", "minibatch"), PARTS)
+def test_gradient_noise_is_measured_by_parts_of_a_micro_batch(tmp_path, batch, minibatch):
+    """8 rows are 2 and 6, 5 are 1 and 4."""
     injected = 2 * (1 - MOMENTUM) * 192 / LEARNING_RATE
     # 512 coordinates of 1 degree of freedom, of 16 chains or of one batch for all: 4 standard errors
     error = 4 * math.sqrt(2 / COORDINATES / (CHAINS if minibatch == "independent" else 1))
@@ -274,13 +274,13 @@ def test_gradient_noise_is_measured_by_halves_of_a_micro_batch(tmp_path, batch, 
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
-def test_a_variance_of_halves_and_not_of_the_batch_is_caught(tmp_path, monkeypatch, factor):
-    right = model_of_update.between_halves
+def test_a_variance_of_parts_and_not_of_the_batch_is_caught(tmp_path, monkeypatch, factor):
+    right = model_of_update.between_parts
 
     def wrong(*args: Any, **options: Any) -> Any:
         return factor * right(*args, **options)
 
-    monkeypatch.setattr(model_of_update, "between_halves", wrong)
+    monkeypatch.setattr(model_of_update, "between_parts", wrong)
     expected = gradient_variance(192, 8) / (2 * (1 - MOMENTUM) * 192 / LEARNING_RATE)
     assert abs(inverse_ratio(tmp_path, 8, "shared") / expected - 1) > 4 * math.sqrt(2 / COORDINATES)
 
