@@ -75,6 +75,8 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
     if _num_outputs(model) <= MOST_LINEARISED:
         # a likelihood that cannot draw labels has no sampled GGN
         estimator = "ef_sequence" if "draw" in lacks_of(model.likelihood) else "ggn"
+        # a search by held-out rows judges draws of the Gaussian, and this candidate predicts without any: the evidence
+        # chooses the prior, and held-out rows the temperature
         laplace = _config("laplace", structure="kronecker", fit_prior="evidence", estimator=estimator)
         found.append(Candidate("Laplace, linearised", laplace, None, 3))
     if _has_lora(model.layout):
