@@ -30,7 +30,7 @@ class InputPredictor(Predictor, Protocol):
 def member_outputs(model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
     """Return [M, B, ..., C], the outputs of the network with the weights of each current member."""
     pieces = []
-    with model.members.trunk.run_once(inputs):
+    with model.members.trunk.run_once():
         for theta in model.passes(inputs):
             with model.members.bind(theta):
                 pieces.append(model.outputs(inputs))

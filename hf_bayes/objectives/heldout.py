@@ -133,13 +133,12 @@ class HeldOutRows:
         """Add -sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t), the share of draw m in factor t."""
         shares = log_lik.to(theta).softmax(-1).movedim(-1, 0)
         size = len(next(iter(self.model.passes(batch))))
-        with self.model.members.trunk.run_once(batch):
-            for start in range(0, len(theta), size):
-                some = slice(start, start + size)
-                leaf = theta[some].detach().requires_grad_()
-                with torch.enable_grad(), self.context():
-                    loss = self.model.log_lik(leaf, batch, folded=False, weights=shares[some]).loss.sum()
-                grad[some] += torch.autograd.grad(loss, leaf)[0]
+        for start in range(0, len(theta), size):
+            some = slice(start, start + size)
+            leaf = theta[some].detach().requires_grad_()
+            with torch.enable_grad(), self.context():
+                loss = self.model.log_lik(leaf, batch, folded=False, weights=shares[some]).loss.sum()
+            grad[some] += torch.autograd.grad(loss, leaf)[0]
 
 
 def _of_members(mixed: Nats, single: Nats, num_draws: int, num_members: int | None) -> Nats:

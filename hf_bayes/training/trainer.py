@@ -145,13 +145,13 @@ class BayesianTrainerMixin(PrivateHooks):
             self.diagnosis, self.optimizer, num_updates = begin(active, checkpoint)
         self.active = active
         self.outcome.begin(active)
-        with active.trunk_memory():
-            if checkpoint is not None and num_updates >= active.problem.num_steps:
-                end = self.diagnosis.checkpoints.load_end(checkpoint)  # Trainer would make one more update
-                self.state, output = end, TrainOutput(end.global_step, 0.0, {})
-            else:
+        if checkpoint is not None and num_updates >= active.problem.num_steps:
+            end = self.diagnosis.checkpoints.load_end(checkpoint)  # Trainer would make one more update
+            self.state, output = end, TrainOutput(end.global_step, 0.0, {})
+        else:
+            with active.trunk_memory():
                 output = super().train(checkpoint, *args, **kwargs)
-            self.outcome.finish(active, self.diagnosis)
+        self.outcome.finish(active, self.diagnosis)
         return output
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:

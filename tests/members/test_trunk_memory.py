@@ -37,8 +37,8 @@ def test_rows_that_come_again_find_the_trunks_output_in_memory(tmp_path: object,
     torch.testing.assert_close(kept, plain, rtol=1e-6, atol=1e-6)  # Llama's norms are float32
     # six updates read six rows per chain twice; with shared rows the second epoch does not run the trunk
     assert runs_with < runs_without
-    if minibatch == "shared":  # of a classifier the probe and the noise read these rows, too
-        assert runs_without - runs_with == (7 if kind == "bert" else 3)
+    if minibatch == "shared":
+        assert runs_without - runs_with == 3
 
 
 def test_trunk_memory_keeps_its_budget_and_its_known_rows() -> None:

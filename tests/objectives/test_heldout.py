@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from hf_bayes.core.types import HeldOut, HeldOutByRow
-from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.heldout import HeldOutRows
 from hf_bayes.uncertainty.custom.weighted import Weighted
-from tests.members.trunk_runs import LAST_BLOCK, Calls
 from tests.methods.laplace import brute_force
 from tests.objectives.curvature_problems import evaluated
 from tests.tiny_models import batch, tiny_bert
@@ -135,19 +133,3 @@ def test_each_of_several_labels_has_a_mixture_of_its_own(weighted: bool) -> None
     assert float((grad * direction).sum()) == pytest.approx(slope, rel=1e-6)  # the stencil has fourth order
     joint = math.log(4) - statistics["member_log_lik"].sum(1).logsumexp(-1).mean()
     assert abs(nats - float(joint)) > 1e-3  # the twin: a member predicts all labels of a row together
-
-
-def test_held_out_rows_find_the_trunks_output_in_memory() -> None:
-    made, _ = evaluated("bert", "head", "classes")
-    with attach(made.model, subspace=made.subspace) as model:
-        ask = HeldOutRows(model, made.batches(2), len(made.rows), hide=True)
-        draws = model.theta.detach()[:1].cpu() + torch.linspace(-0.3, 0.3, 4)[:, None]
-        calls = Calls(made.model.get_submodule(LAST_BLOCK["bert"][1]))
-        plain = ask(draws, HeldOut("all"), gradient=True)
-        without, calls.count = calls.count, 0
-        model.members.trunk.memory = TrunkMemory(1e9)
-        found = [ask(draws, HeldOut("all"), gradient=True) for _ in range(3)]
-        assert without == 2 * calls.count == 4  # two batches; without memory once more for the gradient
-        for nats, grad in found:
-            assert nats == plain[0]
-            assert torch.equal(grad, plain[1])
