@@ -17,9 +17,9 @@ from hf_bayes.chains.objective import Objective, UpdateObjective
 from hf_bayes.core.types import Approximation, Evaluate, Evaluation, Info, Kernel, Problem, Rngs, Rule, State
 
 NOISE_PERIOD = 97
-"""Updates between two estimates of the gradient's variance from halves of a batch. An estimate costs half a gradient,
-0.5 % of all gradients. The period is prime, so that no cycle of a schedule or of a preconditioner has the same phase in
-all estimates."""
+"""Updates between two estimates of the gradient's variance from parts of a batch. An estimate costs a quarter of a
+gradient, 0.3 % of all gradients. The period is prime, so that no cycle of a schedule or of a preconditioner has the
+same phase in all estimates."""
 
 START_ADVICE = (
     "chains must start where it is finite. Use other starting points, a smaller init_jitter, or another warm start"
@@ -197,7 +197,7 @@ class Run(Generic[State]):
 
     @property
     def _splits_rows(self) -> bool:
-        """True if this update estimates the variance of its gradient from halves of its batch.
+        """True if this update estimates the variance of its gradient from parts of its batch.
 
         Every ``NOISE_PERIOD``-th update does, counted from the end of burn-in, and the last one. A run may be shorter
         than the period, and the first updates of a cycle may estimate a preconditioner and no noise.

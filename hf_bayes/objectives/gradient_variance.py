@@ -63,7 +63,8 @@ def between_parts(
     rows has the variance V = v (b + c). So V = b c E (g / b - g' / c)^2, for parts of any size.
 
     Only the smaller part is passed through the model: the gradient of the other is the rest of the whole. With dropout
-    the masks of passes differ, so both parts are passed, and the masks are part of the noise.
+    the masks of passes differ, so both parts are passed, and the masks are part of the noise. Batch normalisation takes
+    the statistics of the rows that it sees, so there the parts are halves.
 
     Args:
         model: the model that is sampled.
@@ -77,7 +78,7 @@ def between_parts(
     rows = num_rows_of(batch) // num_groups
     if rows < 2:
         return None
-    b = max(1, rows // 4)
+    b = rows // 2 if model.members.batch_norms else max(1, rows // 4)
     c = rows - b
     first = torch.arange(rows).repeat(num_groups) < b
     parts = [model.take_rows(batch, part.nonzero()[:, 0]) for part in (first, ~first)]

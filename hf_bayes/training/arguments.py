@@ -88,7 +88,7 @@ class BayesianTrainingArguments(TrainingArguments):
     probe_steps: int = field(
         default=100,
         metadata={
-            "help": "Updates between two readings of the probe, about 256 terms of the training data: R-hat and ESS "
+            "help": "Updates between two readings of the probe, 240 terms of the training data: R-hat and ESS "
             "come from their log-likelihoods and logits. 0: none but at the draws."
         },
     )

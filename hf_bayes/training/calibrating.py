@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -12,6 +15,7 @@ from hf_bayes.metrics.calibration import Calibration, require_enough
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.calibrating import calibration_of
 from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.compat import TrainerHost, heldout_name
 from hf_bayes.training.heldout_rows import HeldOutData
@@ -117,3 +121,18 @@ def _some_rows(count: int, active: ActiveRun) -> list[int]:
     members = active.setup.model.num_members * active.setup.mesh.chain_size
     most = max(LEAST_ROWS, int(0.3 * gradients / members))  # a gradient costs three forward passes
     return [number * count // min(count, most) for number in range(min(count, most))]
+
+
+@contextmanager
+def predicting_as_loaded(model: BayesianModel, posterior: Posterior) -> Iterator[None]:
+    """Predict as a model that is loaded from the posterior does, until the end of the block."""
+    before: tuple[Any, Any, bool] = model.posterior, model.predictor, model.calibrated
+    with model.current_members.restored():
+        try:
+            model.posterior, model.calibrated = posterior, True
+            model.predict_by(posterior.config.prediction)
+            if model.is_closed_form:  # members of a run are no part of it
+                model.show(None)
+            yield
+        finally:
+            model.posterior, model.predictor, model.calibrated = before

@@ -24,6 +24,7 @@ from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.calibrating import predicting_as_loaded
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.repeated_runs import finished_run, require_repeatable
@@ -77,6 +78,7 @@ def cross_fit_calibration(
         with (
             tempfile.TemporaryDirectory() as directory,
             finished_run(model, method, args, given=given | rows, output_dir=directory, calibrate=False) as trainer,
+            predicting_as_loaded(trainer.bayesian, trainer.posterior),
             torch.no_grad(),
         ):
             here = heldout_sums(trainer.bayesian, HeldOutData(TrainerHost(trainer)).by_number(range(len(folds[fold]))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +22,12 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.calibrating import calibrate, tell_length
+from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, tell_length
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Evaluation, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
 from hf_bayes.training.own_choices import tell_departure
-from hf_bayes.training.prediction import by_members, predict_as_loaded
 from hf_bayes.training.refusals import refuse_overwritten_prior
 from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
@@ -80,7 +80,7 @@ class Outcome:
         self.sidecars = sidecars_of(active.setup.model, active.host.tokenizer)
 
     def finish(self, active: ActiveRun, diagnosis: Diagnosis) -> None:
-        """Make the posterior of a finished run, report its verdict, and let predictions use it."""
+        """Make the posterior of a finished run, report its verdict, and let predictions use its members."""
         setup, host = active.setup, active.host
         _tell_stop(active)
         if not active.run.draws:
@@ -116,20 +116,30 @@ class Outcome:
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
                 "num_chains or draws_per_chain"
             )
-        setup.model.show(self.posterior.members().to(host.args.device), finished.member_group)
-        predict_as_loaded(setup.model, self.posterior)
+        members = self.posterior.members().to(host.args.device)
+        setup.model.show(members, finished.member_group)
         self._calibrate(self.posterior, active)
 
     def _calibrate(self, posterior: Posterior, active: ActiveRun) -> None:
         """Fit the temperature of the mixture; store it with the posterior, and let predictions use it."""
-        found = calibrate(active)
+        model = active.setup.model
+        with predicting_as_loaded(model, posterior):
+            found = calibrate(active)
         if found is None:
             return
         active.host.say(found.describe())
         tell_length(active.method, found, active.host)
         tell_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
         self.posterior = with_temperature(posterior, found.to_dict())
-        predict_as_loaded(active.setup.model, self.posterior)
+        if found.prediction == "members":
+            model.show(model.current, model.spread, found.temperature)
+
+    def predicting(self) -> AbstractContextManager[None]:
+        """Return the context in which the trainer's model predicts as one that is loaded from the posterior."""
+        posterior = self.posterior
+        if posterior is None or posterior.config.prediction == "members":  # they are shown already
+            return nullcontext()
+        return predicting_as_loaded(self._setup.model, posterior)
 
     def required(self) -> Posterior:
         """Return the posterior.
@@ -225,7 +235,8 @@ class Outcome:
     def _with_metrics(self, posterior: Posterior, active: ActiveRun) -> Posterior:
         """Add the held-out metrics of the posterior and the NLL of a MAP estimate."""
         if self.heldout is None:
-            self.keep_evaluation(active.host.measure("eval"))
+            with self.predicting():
+                self.keep_evaluation(active.host.measure("eval"))
         assert self.heldout is not None
         metrics = self.heldout.metrics
         sets = [f"{name}_" if name else "" for name in active.host.eval_sets]
@@ -240,8 +251,7 @@ class Outcome:
             return posterior
         names = [name + metric for name in sets for metric in KEPT_METRICS]
         found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
-        with by_members(active.setup.model):
-            found |= self._beside_map(posterior, active, sets, found)
+        found |= self._beside_map(posterior, active, sets, found)
         last, limit, trace = sets[-1], self.heldout.limit, posterior.trace  # the set that was evaluated last
         if limit is not None:
             found |= {f"{last}limit_nll": limit["limit"], f"{last}limit_nll_std_error": limit["std_error"]}

@@ -25,7 +25,6 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.host_trainers import config_kept
 from hf_bayes.training.memory_check import require_memory
 from hf_bayes.training.own_choices import recommended_method
-from hf_bayes.training.prediction import predict_by_members
 from hf_bayes.training.prepared_model import prepared, unit_of
 from hf_bayes.training.refusals import refuse_other_priors, refuse_other_weights, refuse_overwritten_prior
 from hf_bayes.training.refused_arguments import refuse_arguments
@@ -107,8 +106,8 @@ def set_up(
             on_error.callback(_given_back, ready, _state_of(ready))
         warn_of_resized_base(ready.model, ready.core)
         _refuse_trunk_memory(ready, args)
-        bayesian = ready
-        predict_by_members(bayesian)  # a chain leaves the Gaussian that was loaded
+        ready.calibrated = False  # the temperature of a posterior that was loaded is not that of its chains
+        bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded
         refuse_frozen_adapter(bayesian)
         refuse_other_weights(bayesian, mesh)
         # every process has drawn a fresh adapter or head for itself: all take the first one's

@@ -16,7 +16,7 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
@@ -31,7 +31,6 @@ from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_metho
 from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
-from hf_bayes.training.prediction import by_members_from_now
 from hf_bayes.training.private_hooks import PrivateHooks
 from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_types
 from hf_bayes.training.rows import TrainingRows
@@ -100,7 +99,7 @@ class BayesianTrainerMixin(PrivateHooks):
 
     @property
     def bayesian(self) -> BayesianModel:
-        """The model with a member axis; after ``train`` it predicts as a model that is loaded from the posterior."""
+        """The model with a member axis. It predicts by members, also where the posterior predicts in another way."""
         return self.setup.model
 
     @property
@@ -128,8 +127,6 @@ class BayesianTrainerMixin(PrivateHooks):
         """The result of ``train``; with several processes, the draws of the chains of this process."""
         return self.outcome.required()
 
-    # -- training --------------------------------------------------------------------------------------------------
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's ``train``; afterwards ``posterior`` holds the result, and evaluation and prediction use it.
 
@@ -140,10 +137,9 @@ class BayesianTrainerMixin(PrivateHooks):
         host = TrainerHost(self)
         rows = rows_to_train_on(host, self.setup, self.rows)
         checkpoint, found_rate = resumed_checkpoint(host, resume_from_checkpoint)
-        with by_members_from_now(self.setup.model):  # an earlier run stays until all checks have passed
-            active = ActiveRun(host, self.setup, rows, found_rate=found_rate)
-            self.diagnosis, self.optimizer, num_updates = begin(active, checkpoint)
-        self.active = active
+        active = ActiveRun(host, self.setup, rows, found_rate=found_rate)
+        self.diagnosis, self.optimizer, num_updates = begin(active, checkpoint)
+        self.active = active  # an earlier run stays until all checks have passed
         self.outcome.begin(active)
         if checkpoint is not None and num_updates >= active.problem.num_steps:
             end = self.diagnosis.checkpoints.load_end(checkpoint)  # Trainer would make one more update
@@ -179,9 +175,7 @@ class BayesianTrainerMixin(PrivateHooks):
         """Return rows by chain, with no sampler of Trainer's, and not sharded by accelerate."""
         return required(self.rows, "training needs a train_dataset").start_loader()
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], None]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """Return the micro-batches of an update; the objective counts their likelihood terms."""
         return required(self.rows).take(epoch_iterator, num_batches), None
 
@@ -199,14 +193,18 @@ class BayesianTrainerMixin(PrivateHooks):
             self.diagnosis.add_to(logs)
         super().log(logs, *args, **kwargs)
 
-    # -- evaluation ------------------------------------------------------------------------------------------------
-
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Trainer's ``evaluate``; after training, as a model that is loaded from the posterior predicts."""
-        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        with self.outcome.predicting():
+            metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None and self.outcome.posterior is not None and not args and not kwargs:
             self.outcome.keep_evaluation(metrics)
         return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """Trainer's ``predict``; after training, as a model that is loaded from the posterior predicts."""
+        with self.outcome.predicting():
+            return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         loop = partial(super().evaluation_loop, *args, **{**kwargs, "metric_key_prefix": metric_key_prefix})
@@ -218,8 +216,6 @@ class BayesianTrainerMixin(PrivateHooks):
         own = partial(super().prediction_step, model, prediction_loss_only=prediction_loss_only)
         host, keep = TrainerHost(self), not prediction_loss_only
         return self.outcome.evaluator.step(inputs, host, keep_logits=keep, without_labels=own, ignored=ignore_keys)
-
-    # -- saving ----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the posterior directory (``Outcome.save``); checkpoints (``_internal_call``) have their own files."""

@@ -40,6 +40,7 @@ from hf_bayes import (
 from hf_bayes.cli.evaluation import evaluate
 from hf_bayes.core.config import MODE_PRIOR_SCALE
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
+from hf_bayes.training.calibrating import predicting_as_loaded
 from hf_bayes.training.tuning.candidates import PLAIN, Candidate, default_candidates
 from scripts.reproduce.recommend_tasks import LAST, Task, clinc, debian, shakespeare, tags
 from scripts.reproduce.report import as_text, continued, paired_difference, spread, table
@@ -129,7 +130,8 @@ class Bench:
             trainer.train()
             seconds = time.process_time() - begin
             sets = {"test": self.task.sets["test"], **self.task.others}
-            found = evaluate(trainer.bayesian, sets, self.task.case, default_data_collator, batch_size=100)
+            with predicting_as_loaded(trainer.bayesian, trainer.posterior):
+                found = evaluate(trainer.bayesian, sets, self.task.case, default_data_collator, batch_size=100)
             config = trainer.posterior.config
             calibration, chosen = config.calibration, config.method.get("temperature")
             free_energy = trainer.monitor.info.get("free_energy")

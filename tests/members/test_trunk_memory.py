@@ -22,7 +22,7 @@ def train(folder: object, kind: str, **settings: object) -> tuple[Tensor, int]:
     make, path = LAST_BLOCK[kind]
     model = make(dtype=torch.float64)
     rows = runs.label_rows(6) if kind == "bert" else runs.token_rows(6)
-    method = SGHMCConfig(num_chains=2, measure_gradient_noise=False)  # the halves of its batches read rows once more
+    method = SGHMCConfig(num_chains=2, measure_gradient_noise=False)  # its parts of a batch read rows once more
     trainer = runs.trainer(folder, method, model=model, subspace="last_block", train=rows, max_steps=6, **settings)
     calls = Calls(model.get_submodule(path))
     trainer.train()

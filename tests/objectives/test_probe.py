@@ -45,7 +45,7 @@ def test_the_probe_holds_log_probabilities_of_the_first_rows(tmp_path: Path) -> 
     torch.testing.assert_close(found.log_lik, direct(token_rows(40)[:32], theta), rtol=1e-4, atol=1e-4)
 
 
-def test_a_probe_of_many_terms_stops_at_256(tmp_path: Path) -> None:
+def test_a_probe_of_many_terms_stops_at_240(tmp_path: Path) -> None:
     trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=100, train=token_rows(10, length=100))
     assert trainer.monitor.probe(trainer.run.state.theta).log_lik.shape == (3, 240)
     assert sum(len(batch["input_ids"]) for batch in trainer.monitor.probe.batches) == 3  # of 99 terms

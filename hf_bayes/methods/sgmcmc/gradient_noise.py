@@ -1,7 +1,7 @@
 """The noise of minibatches in the gradient of U: its comparison with a sampler's own noise, and its correction.
 
 ``Evaluation.grad_variance`` holds the variance V of this noise. It is estimated from the micro-batches of the update
-or, now and then, from the halves of a single one. A sampler that adds noise of variance q to a momentum moved by -h
+or, now and then, from parts of a single one. A sampler that adds noise of variance q to a momentum moved by -h
 grad U has noise of variance q + h^2 V in total. Chen, Fox and Guestrin (2014) inject only the rest, q - h^2 V (their
 2 (C - B) epsilon with B = epsilon V / 2; ``beta`` in posteriors' code is V at T = 1).
 """
@@ -46,8 +46,8 @@ class LangevinConfig(MethodConfig):
         measure_gradient_noise: report ``noise_ratio``, the variance of the sampler's own noise divided by the variance
             of its gradient. True: in every update, from its micro-batches; this requires two of them
             (gradient_accumulation_steps times processes that share a chain). None: as True where there are several
-            micro-batches; with a single one, in about every hundredth update, from the two halves of its rows, at the
-            cost of half a gradient each. False: never.
+            micro-batches; with a single one, in about every hundredth update, from two parts of its rows, at the
+            cost of a quarter of a gradient each. False: never.
         heating: the share of T that the noise of minibatches may add, where the run has no learning rate and the method
             finds its step size (``whitening``). None: ``HEATING`` at T = 1 and above, ``HEATING_OF_TEMPERED`` below.
         whitening: the structure of the curvature whose inverse root gives the coordinates of such a run, "diagonal",
