@@ -88,8 +88,8 @@ class BayesianTrainingArguments(TrainingArguments):
     probe_steps: int = field(
         default=100,
         metadata={
-            "help": "Updates between two readings of the probe, 240 terms of the training data: R-hat and ESS "
-            "come from their log-likelihoods and logits. 0: none but at the draws."
+            "help": "Updates between two evaluations of the probe, at most 240 terms of the training data: R-hat "
+            "and ESS come from their log-likelihoods and logits. 0: none but at the draws."
         },
     )
     noise_std: float | None = field(
