@@ -21,7 +21,7 @@ INDENT = 36
 """The column at which the words begin. A longer name has its words on the next line."""
 
 OWN = {
-    "learning_rate": "Step size, in SGD's meaning. Default: the run finds it.",
+    "learning_rate": "Step size, in SGD's meaning; without a method, AdamW's. Default: the run finds it.",
     "lr_scheduler_type": "Schedule of the step size.",
     "num_data": "N, the number of likelihood terms. Default: counted in the data.",
     "data_unit": "One likelihood term of a language model.",

@@ -35,8 +35,9 @@ class BayesianTrainingArguments(TrainingArguments):
     learning_rate: float | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
-            "help": "Step size, in SGD's meaning. None leaves it to the method: samplers find a step size "
-            "from curvature and gradient noise, optimisers and variational inference try several rates first."
+            "help": "Step size, in SGD's meaning. None leaves it to the method: samplers find a step size from "
+            "curvature and gradient noise, optimisers and variational inference try several rates first. If no method "
+            "is given either, this is the rate of AdamW, and a sampler begins with AdamW."
         },
     )
     max_grad_norm: float = field(default=0.0, metadata={"help": "Must be 0: clipping changes the law that is sampled."})

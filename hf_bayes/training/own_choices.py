@@ -25,6 +25,9 @@ NOTABLE_GROWTH = 2.0
 def recommended_method(unit: str, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool) -> MethodConfig:
     """Return the method of a run for which none was given, and log which.
 
+    A learning rate in ``args`` was meant for AdamW: nobody has chosen a sampler that it could be for. So it becomes the
+    rate of the sampler's warm start.
+
     Args:
         unit: the unit of a likelihood term (``Task.unit``).
         args: as the user gave them, not checked yet.
@@ -41,6 +44,10 @@ def recommended_method(unit: str, args: Any, train_dataset: Any, eval_dataset: A
         num_processes=getattr(args, "world_size", 1),
         inherits=inherits,
     )
+    rate = getattr(args, "learning_rate", None)
+    if rate is not None and found.requirements.learning_rate == "whitening":
+        found = replace(found, warm_start_learning_rate=rate)
+        words = f"{words}; learning_rate={rate:g} is that of its warm start by AdamW"
     if getattr(args, "process_index", 0) == 0:
         logging.getLogger("hf_bayes.training.trainer").warning(words)
     return found

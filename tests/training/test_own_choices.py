@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import default_data_collator
 
 from hf_bayes.core.schedules import Linear
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
@@ -30,6 +31,7 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training import own_choices
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
@@ -338,3 +340,24 @@ def test_without_a_method_a_short_run_trains_an_ensemble(tmp_path: Path, caplog:
     assert "a deep ensemble of 4, because the run has 30 updates, and SGHMC needs 107" in caplog.text
     run.train()
     assert run.posterior.config.num_members == 4
+
+
+def test_a_rate_without_a_method_is_that_of_adamw(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A script for plain fine-tuning keeps its learning rate, and the sampler still finds its own step size."""
+    args = runs.arguments(tmp_path, learning_rate=0.02, max_steps=120)
+    rows = {"train_dataset": runs.token_rows(16), "eval_dataset": runs.token_rows(40, seed=1)}
+    sets = {name: Dataset.from_list(part) for name, part in rows.items()}
+    run = BayesianTrainer(with_lora(tiny_llama()), args=args, data_collator=default_data_collator, **sets)
+    run.train()
+    assert "; learning_rate=0.02 is that of its warm start by AdamW" in caplog.text
+    assert args.learning_rate == 0.02
+    assert run.adamw_learning_rate == run.method.warm_start_learning_rate == 0.02
+    assert run.method.num_warm_start_steps == 60
+    assert bool((run.run.state.step_size > 0).all())
+
+
+def test_a_rate_without_a_method_is_that_of_an_ensemble(tmp_path: Path) -> None:
+    run = trainer(tmp_path, None, learning_rate=0.02, max_steps=4)
+    run.train()
+    assert run.method.name == "ensemble"
+    assert run.adamw_learning_rate == 0.02
