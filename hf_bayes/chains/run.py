@@ -1,7 +1,7 @@
 """A run of chains: the only owner of their states, draws and random generators.
 
-``sample``, the trainer, the MAP reference and a loop of your own advance chains by the same ``Run.update``. Observers
-read the ``StepRecord`` that it returns and nothing else.
+``sample``, the trainer, the MAP reference and a loop of your own advance chains by the same ``Run.update``. It returns
+a ``StepRecord``. The monitor of a trainer reads these records and nothing else of a run.
 """
 
 from __future__ import annotations

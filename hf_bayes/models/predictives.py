@@ -159,7 +159,7 @@ def _member_scores(parts: Tensor, spread: LocalMembers) -> dict[str, Tensor]:
 
 
 class MemberPredictive(NumberPredictive):
-    """A mixture of members, of equal weights.
+    """A mixture of members with equal weights, whose outputs are numbers or rewards.
 
     Args:
         logits: [M, ..., C] logits of the members in this process.

@@ -1,4 +1,4 @@
-"""The ways in which a Bayesian model predicts: by members, linearised, by a closed form, or by a student.
+"""The ways in which a Bayesian model predicts: by members, linearised, in closed form, in a single pass, by a student.
 
 A model holds one predictor, and ``BayesianModel.linearise`` replaces it. Models of whole inputs take an
 ``InputPredictor`` (``input_predictors``), language models a ``TokenPredictor`` (``token_predictors``). A predictor is

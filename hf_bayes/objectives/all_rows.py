@@ -1,4 +1,4 @@
-"""The gradient on all training rows at given points: the mean of the gradients of random batches."""
+"""The gradient on all training rows at given points. The gradient of a random batch estimates it without bias."""
 
 from __future__ import annotations
 

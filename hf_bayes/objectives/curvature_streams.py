@@ -39,7 +39,7 @@ class ProductSum(RowSum):
 
 
 class RowGradients(RowSum):
-    """The gradients of the rows of the last batch."""
+    """The gradients of all rows so far: ``batches`` has a tensor [B, d] for each batch."""
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         super().__init__(layout, like)

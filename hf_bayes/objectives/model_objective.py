@@ -36,7 +36,7 @@ SMALL_PASS_ROWS = 512
 
 
 class ModelObjective:
-    """The log-likelihood of the chains of this process; the only way from theta to numbers of the model.
+    """The log-likelihood of a model for the chains of this process, its gradient, and passes over all data.
 
     Args:
         model: an attached model.

@@ -56,7 +56,7 @@ class Finished(NamedTuple):
 
 
 class ActiveRun:
-    """A method on the chains of this process.
+    """One call of ``train``: the chains of this process, their objective, and their observations.
 
     Attributes:
         method: for batches of this size, with numbers in place of what was left open.
@@ -134,7 +134,7 @@ class ActiveRun:
         return Probe(self.objective, choose, self.setup.start, seed=self.host.args.seed)
 
     def informed_temperature(self, found: Approximation) -> InformedSpread | None:
-        """Return the temperature of a finished run where the data outweigh the prior; None if not measured."""
+        """Return the temperature of a finished run in the directions that the data determine; None if not measured."""
         plan = self._spread_plan(found)
         return None if plan is None else measure_spread(self.objective, plan, seed=self.host.args.seed)
 

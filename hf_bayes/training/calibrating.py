@@ -22,7 +22,8 @@ from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.uncertainty.likelihoods import Normal
 
 LEAST_ROWS = 200
-"""The pass takes this many rows in any case, and otherwise a tenth of the run's gradients."""
+"""After any run the pass may take this many held-out rows. It may take more if that costs at most a tenth of the run's
+gradients."""
 
 NEAR_MODES = 0.1
 """The highest temperature T of a posterior whose members are trained networks, and not spread far around them.

@@ -40,8 +40,11 @@ class Diagnosis:
 
     @property
     def has_noise(self) -> bool:
-        """True if the first update moves every weight by noise. A ramp begins without noise, and a Gaussian has none:
-        the filter of a new LoRA leaves A as it is, because B is 0."""
+        """True if noise moves every weight in the first update, so that a weight that stays was lost in rounding.
+
+        A schedule with a ramp begins without noise. A method whose draws are not states of its chains adds none:
+        ``ekf`` leaves the A of a new LoRA as it is, because the gradient of A is 0 while B is 0.
+        """
         method = self._active.method
         ramps = method.schedule is not None and method.schedule.has_ramp
         return method.temperature > 0 and method.requirements.draws_are_chain_states and not ramps

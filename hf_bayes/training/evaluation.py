@@ -29,7 +29,10 @@ from hf_bayes.training.setup import Setup
 from hf_bayes.uncertainty.decomposition import Uncertainty
 
 MAX_KEPT = 2**17
-"""Numbers kept of an evaluation: 16 thousand terms of 8 members, more than enough to measure C(S)."""
+"""The largest number of log-likelihoods that are kept to measure C(S), the mean NLL of S members (``ensemble_limit``).
+
+They are 16 thousand terms of 8 members, more than enough.
+"""
 
 Step = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Loss, predictions and labels of a batch, as Trainer's ``prediction_step`` returns them."""

@@ -60,8 +60,8 @@ class Outcome:
         evaluator: the evaluator of the trainer.
         posterior: the posterior; with several processes, the draws of this process's chains. None before the end of
             a run.
-        sidecars: the files of tokenizer or processor, as they were before the first step: a tokenizer needs room on
-            the disk to be written, which must not lose a finished run.
+        sidecars: the files of tokenizer or processor. They are collected before the first step, because that writes
+            to the disk: if the disk is full, no finished run is lost.
         heldout: the held-out evaluation; None before the posterior was evaluated.
         card: the fields of the model card that only the author can fill in.
     """

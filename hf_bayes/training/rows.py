@@ -29,6 +29,8 @@ from hf_bayes.training.streams import Stream
 class TrainingRows:
     """The rows of a run: a permutation for each chain, or a stream in the order in which its rows come.
 
+    If every update needs all rows, ``args.gradient_accumulation_steps`` is set to the micro-batches of one pass.
+
     Args:
         host: the trainer.
         model: attached.

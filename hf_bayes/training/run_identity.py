@@ -1,4 +1,6 @@
-"""The identity of a run: everything that decides its target, or an estimate of the method. Checkpoints are bound to it.
+"""The identity of a run: all that decides its target distribution, or the estimates that its method makes.
+
+Checkpoints are bound to it: only a run with the same identity resumes from them.
 
 ``identity`` returns it as one flat, JSON-ready object. A checkpoint stores it beside the settings of the run, and a run
 that resumes must find the same, entry by entry; what differs is named ("adapter.lora_alpha: saved 4, now 64").
@@ -22,8 +24,8 @@ Not bound, because the law of the draws is the same and only rounding, or which 
 * workers of a data set with a length.
 
 Not bound, because the draws do not depend on it: logging, evaluation, saving and ``map_updates``; the name of the base
-model, whose weights count; initial values of random parameters, which the checkpoint's replace. Those are bound where a
-prior is centred at them.
+model, whose weights count; initial values of random parameters, which the checkpoint replaces. If a prior is centred at
+these values, they are bound.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) 
 
 
 def place_chains(model: BayesianModel, theta: Tensor) -> None:
-    """Put chains [M, d] into the model, as the start of the next run. Nothing else writes theta into a model."""
+    """Put chains [M, d] into the model. The next run starts there."""
     model.theta.data = theta.detach().clone()
 
 

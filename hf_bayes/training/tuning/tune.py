@@ -31,7 +31,7 @@ NUM_FINALISTS = 4
 """The number of candidates of the second round."""
 
 SHARE = 4
-"""The gradients of a finalist, over those of the same candidate in the first round."""
+"""The gradients of a finalist, divided by the gradients of the same candidate in the first round."""
 
 LEAST_UPDATES = 40
 """The shortest run of the first round: AdamW, the curvature and a few steps of a sampler."""
@@ -55,7 +55,7 @@ class _Plan(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """The gradients of all runs over those of a candidate in the first round."""
+        """The gradients of all runs, divided by the gradients of one candidate in the first round."""
         return len(self.early) + (min(NUM_FINALISTS, len(self.early)) + len(self.late)) * SHARE
 
     @property
