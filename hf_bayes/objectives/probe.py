@@ -1,11 +1,11 @@
 """A probe: a few likelihood terms of the training data, whose values under every chain show whether chains agree.
 
-The probe has at most ``PROBE_TERMS`` likelihood terms, from whole rows. A text of 2^k tokens has
-2^k - 1 terms. So 256 terms would often take one text more than 240 terms take, for a few terms only. If
-each row has one label, the probe may have fewer terms: its forward passes may cost at most a fiftieth of the run's, but
-it has at least ``LEAST_ROWS`` rows. After every ``probe_steps`` updates, and at the draws of every chain, it keeps the
-log-probabilities of its labels and some logits of other classes. These are functions of the model's outputs, which the
-symmetries of a LoRA do not change. Their number does not depend on the size of the vocabulary.
+The probe has at most ``PROBE_TERMS`` likelihood terms, from whole rows. A text of 2^k tokens has 2^k - 1 terms, so for
+256 terms one more text would often be passed than for 240. If each row has one label, the probe may have fewer terms:
+its forward passes may cost at most a fiftieth of the run's, but it has at least ``LEAST_ROWS`` rows. After every
+``probe_steps`` updates, and at the draws of every chain, it keeps the log-probabilities of its labels and some logits
+of other classes. These are functions of the model's outputs, which the symmetries of a LoRA do not change. Their number
+does not depend on the size of the vocabulary.
 
 A term keeps all its logits if there are at most ``MAX_CLASSES`` of them. Otherwise it keeps the logits of
 ``MOST_LIKELY`` classes: those that have the largest logits at the start of the run, without the label. The classes are

@@ -22,11 +22,13 @@ NOTABLE_GROWTH = 2.0
 """The growth of the variance of gradients above which a message is logged at the end of a run."""
 
 
-def recommended_method(unit: str, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool) -> MethodConfig:
-    """Return the method of a run for which none was given, and log which.
+def recommended_method(
+    unit: str, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool
+) -> tuple[MethodConfig, float | None]:
+    """Return the method of a run for which none was given, and the learning rate of this run; log which method.
 
-    A learning rate in ``args`` was meant for AdamW: nobody has chosen a sampler that it could be for. So it becomes the
-    rate of the sampler's warm start.
+    Without a method, a learning rate in ``args`` is the rate of AdamW, as in plain fine-tuning. A sampler takes it for
+    its warm start, and the run then has no other rate.
 
     Args:
         unit: the unit of a likelihood term (``Task.unit``).
@@ -44,13 +46,13 @@ def recommended_method(unit: str, args: Any, train_dataset: Any, eval_dataset: A
         num_processes=getattr(args, "world_size", 1),
         inherits=inherits,
     )
-    rate = getattr(args, "learning_rate", None)
+    rate = args.learning_rate
     if rate is not None and found.requirements.learning_rate == "whitening":
         found = replace(found, warm_start_learning_rate=rate)
-        words = f"{words}; learning_rate={rate:g} is that of its warm start by AdamW"
+        words, rate = f"{words}; learning_rate={rate:g} is that of its warm start by AdamW", None
     if getattr(args, "process_index", 0) == 0:
         logging.getLogger("hf_bayes.training.trainer").warning(words)
-    return found
+    return found, rate
 
 
 def tell_trial(settings: Settings, host: TrainerHost) -> None:

@@ -90,9 +90,7 @@ def set_up(
     rewards = isinstance(likelihood, BradleyTerry)
     if method is None:
         unit, data = unit_of(model, args, rewards=rewards), (kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
-        method = recommended_method(unit, args, *data, inherits=prior is not None)
-        if method.requirements.learning_rate == "whitening":
-            args.learning_rate = None  # the method has it as the rate of its warm start
+        method, args.learning_rate = recommended_method(unit, args, *data, inherits=prior is not None)
     refuse_arguments(args, method, model, kwargs)
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)

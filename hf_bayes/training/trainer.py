@@ -175,7 +175,9 @@ class BayesianTrainerMixin(PrivateHooks):
         """Return rows by chain, with no sampler of Trainer's, and not sharded by accelerate."""
         return required(self.rows, "training needs a train_dataset").start_loader()
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
         """Return the micro-batches of an update; the objective counts their likelihood terms."""
         return required(self.rows).take(epoch_iterator, num_batches), None
 
