@@ -20,11 +20,6 @@ class LearningRate(torch.optim.Optimizer):
     def __init__(self, theta: torch.nn.Parameter, learning_rate: float) -> None:
         super().__init__([theta], {"lr": learning_rate})
 
-    @property
-    def value(self) -> float:
-        """The learning rate of the next update."""
-        return float(self.param_groups[0]["lr"])
-
     def step(self, closure: Callable[..., Any] | None = None) -> None:  # type: ignore[override]
         """Do nothing: the update is over when Trainer calls this."""
 

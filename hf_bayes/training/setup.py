@@ -32,7 +32,7 @@ from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.likelihoods import Likelihood
 
-_CHANGED = ("predictor", "calibrated", "members_per_pass", "reference", "other_reference")
+_CHANGED = ("predictor", "calibrated", "members_per_pass", "reference", "other_reference", "likelihood")
 """Attributes of a Bayesian model that a trainer changes, besides its members."""
 
 
@@ -46,7 +46,6 @@ class Setup(NamedTuple):
         mesh: the processes.
         inherited: the posterior that is the prior; None under the method's own prior.
         start: [d], the weights that chains start around.
-        origin: [M, d], where the chains of this process start.
         likelihood: the likelihood of the labels, before anything is fitted.
     """
 
@@ -56,7 +55,6 @@ class Setup(NamedTuple):
     mesh: ChainMesh
     inherited: Inherited | None
     start: Tensor
-    origin: Tensor
     likelihood: Likelihood
 
     @property
@@ -120,11 +118,10 @@ def set_up(
         if isinstance(bayesian, BayesianModelForPreferences):
             bayesian.reference = start.clone()
         require_memory(start.numel(), len(mesh.chains), method, args.device, start.element_size())
-        origin = initial_members(bayesian.layout, start, method, seed=args.seed, chains=mesh.chains)
-        place_chains(bayesian, origin)
+        place_chains(bayesian, initial_members(bayesian.layout, start, method, seed=args.seed, chains=mesh.chains))
         bayesian.members_per_pass = args.members_per_pass
         with config_kept(bayesian.core.config):
-            yield Setup(bayesian, method, subspace, mesh, inherited, start, origin, bayesian.likelihood)
+            yield Setup(bayesian, method, subspace, mesh, inherited, start, bayesian.likelihood)
         on_error.pop_all()
 
 
@@ -140,6 +137,17 @@ def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) 
 def place_chains(model: BayesianModel, theta: Tensor) -> None:
     """Put chains [M, d] into the model. The next run starts there."""
     model.theta.data = theta.detach().clone()
+
+
+@contextmanager
+def given_back_on_error(model: BayesianModel) -> Iterator[None]:
+    """Give a Bayesian model its members and its way of prediction back if the block raises."""
+    state = _state_of(model)
+    try:
+        yield
+    except BaseException:
+        _given_back(model, state)
+        raise
 
 
 def _state_of(model: BayesianModel) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from hf_bayes.training.private_hooks import PrivateHooks
 from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_types
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin, required, resumed_checkpoint, rows_to_train_on, take_data
-from hf_bayes.training.setup import Setup, set_up
+from hf_bayes.training.setup import Setup, given_back_on_error, set_up
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 
@@ -63,8 +63,6 @@ class BayesianTrainerMixin(PrivateHooks):
     Raises:
         ValueError: before anything runs, for settings with which the method would not sample its target.
     """
-
-    loss_is_scaled_for_ga = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -137,9 +135,10 @@ class BayesianTrainerMixin(PrivateHooks):
         host = TrainerHost(self)
         rows = rows_to_train_on(host, self.setup, self.rows)
         checkpoint, found_rate = resumed_checkpoint(host, resume_from_checkpoint)
-        active = ActiveRun(host, self.setup, rows, found_rate=found_rate)
-        self.diagnosis, self.optimizer, num_updates = begin(active, checkpoint)
-        self.active = active  # an earlier run stays until all checks have passed
+        with given_back_on_error(self.setup.model):  # an earlier run stays until all checks have passed
+            active = ActiveRun(host, self.setup, rows, found_rate=found_rate)
+            self.diagnosis, self.optimizer, num_updates = begin(active, checkpoint)
+        self.active = active
         self.outcome.begin(active)
         if checkpoint is not None and num_updates >= active.problem.num_steps:
             end = self.diagnosis.checkpoints.load_end(checkpoint)  # Trainer would make one more update

@@ -276,7 +276,7 @@ def test_a_stream_cannot_be_passed_over_by_number(tmp_path: Path) -> None:
 
 def test_a_trial_never_touches_the_chains(tmp_path: Path, always_tries: None) -> None:
     run = trainer(tmp_path, MAPConfig(num_chains=2, init_jitter=0.1))
-    before = run.setup.origin.clone()
+    before = run.bayesian.theta.detach().clone()
     started = runs.started(run)
     assert torch.equal(started.run.theta, before)
 

@@ -20,9 +20,9 @@ from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 @pytest.mark.parametrize("changes", [{"num_chains": 3}, {"num_chains": 3, "prior_mean": "initial"}])
 def test_chains_start_in_different_places_around_the_model(tmp_path, changes):
     trainer = runs.trainer(tmp_path, SGHMCConfig(init_jitter=0.1, **changes))
-    distance = (trainer.setup.origin - trainer.setup.start).norm(dim=1) / trainer.setup.start.norm()
+    distance = (trainer.bayesian.theta.detach() - trainer.setup.start).norm(dim=1) / trainer.setup.start.norm()
     assert ((distance > 0.05) & (distance < 0.2)).all()
-    assert all(not torch.equal(a, b) for a, b in pairwise(trainer.setup.origin))
+    assert all(not torch.equal(a, b) for a, b in pairwise(trainer.bayesian.theta.detach()))
 
 
 def test_a_model_that_another_trainer_holds_is_refused(tmp_path):
@@ -73,3 +73,24 @@ def test_chains_do_not_take_the_temperature_of_the_posterior(tmp_path: Path) -> 
         assert model.mixture_temperature == 1
         run.train()
     assert model.mixture_temperature == 1
+
+
+@pytest.mark.parametrize(
+    "method", [SGHMCConfig(num_chains=2, draws_per_chain=2, burn_in=0), LaplaceConfig(fit_noise=True)]
+)
+def test_a_refused_second_run_leaves_the_first_as_it_was(tmp_path, method):
+    rows = [{**row, "label": float(row["label"])} for row in runs.label_rows(40)]
+    given = {"train": rows, "subspace": "last_layer", "eval_dataset": rows, "noise_std": 0.5}
+    other = runs.trainer(
+        tmp_path / "other", method, model=tiny_bert(num_labels=1), save_strategy="steps", save_steps=3,
+        **given | {"learning_rate": 1e-3},
+    )  # fmt: skip
+    other.train()
+    trainer = runs.trainer(tmp_path / "run", method, model=tiny_bert(num_labels=1), **given)
+    trainer.train()
+    likelihood, posterior, before = trainer.bayesian.likelihood, trainer.posterior, trainer.evaluate()["eval_loss"]
+    with pytest.raises(ValueError, match="learning_rate"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-3"))
+    assert trainer.bayesian.likelihood is likelihood
+    assert trainer.posterior is posterior
+    assert trainer.evaluate()["eval_loss"] == before

@@ -103,8 +103,7 @@ def of_ours(folder: Path, model: Any, kwargs: Any = None, **changes: Any) -> tup
     )
     ours = bayesian(folder, model, method, kwargs=kwargs, **changes)
     # chains draw the first factor of a fresh adapter anew, and TRL has the adapter's own
-    ours.setup = ours.setup._replace(origin=ours.setup.start[None])
-    place_chains(ours.bayesian, ours.setup.origin)
+    place_chains(ours.bayesian, ours.setup.start[None])
     ours.train()
     return [entry["loss"] for entry in ours.state.log_history if "loss" in entry], ours
 
