@@ -29,8 +29,8 @@ def main() -> None:
     method_args.config()  # a wrong method is refused before the model is loaded
     begin(args)  # the seed, and the level of the log
     # a model with LoRA, encoded rows, a collator
-    problem = classifier(model_args, data_args, labels, args, subspace=method_args.subspace)
-    train_or_tune(problem, args, method_args)  # a BayesianTrainer: train, evaluate, save, push
+    inputs = classifier(model_args, data_args, labels, args, subspace=method_args.subspace)
+    train_or_tune(inputs, args, method_args)  # a BayesianTrainer: train, evaluate, save, push
 
 
 if __name__ == "__main__":

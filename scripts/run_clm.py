@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from hf_bayes import BayesianTrainingArguments
 from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments
-from hf_bayes.cli.language_model import WindowArguments, language_model
+from hf_bayes.cli.language_model import TrainingWindowArguments, language_model
 from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.cli.scripts import begin, end_process_group, train_or_tune
 
@@ -21,13 +21,13 @@ from hf_bayes.cli.scripts import begin, end_process_group, train_or_tune
 def main() -> None:
     """Parse the arguments, load the data and the model, train, and save."""
     model_args, method_args, data_args, windows, args = parse_arguments(
-        ModelArguments, MethodArguments, DataArguments, WindowArguments, BayesianTrainingArguments
+        ModelArguments, MethodArguments, DataArguments, TrainingWindowArguments, BayesianTrainingArguments
     )
     method_args.config()  # a wrong method is refused before the model is loaded
     begin(args)  # the seed, and the level of the log
     # a model with LoRA, windows of tokens, a collator
-    problem = language_model(model_args, data_args, windows, args, subspace=method_args.subspace)
-    train_or_tune(problem, args, method_args)  # a BayesianTrainer: train, evaluate, save, push
+    inputs = language_model(model_args, data_args, windows, args, subspace=method_args.subspace)
+    train_or_tune(inputs, args, method_args)  # a BayesianTrainer: train, evaluate, save, push
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The diagram and the table of docs/architecture.md are those of the import contract."""
+"""The diagram and the table of docs/architecture.md are those of the import contract; a class has a name of its own."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -70,3 +72,20 @@ def test_a_change_of_the_contract_alone_is_caught() -> None:
     assert mismatches(PAGE, layers[1:])
     assert mismatches(PAGE, [*layers[:1], ["serving"], *layers[1:]])
     assert mismatches(PAGE, [layers[1], layers[0], *layers[2:]])
+
+
+def repeated_classes(folder: Path) -> set[str]:
+    """Return the names that more than one class under a folder has."""
+    nodes = [node for path in folder.rglob("*.py") for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return {name for name, count in counts.items() if count > 1}
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    assert not repeated_classes(ROOT / "hf_bayes")
+
+
+def test_a_name_of_two_classes_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Pass: pass\nclass Draw: pass\n")
+    (tmp_path / "b.py").write_text("class Pass: pass\n")
+    assert repeated_classes(tmp_path) == {"Pass"}

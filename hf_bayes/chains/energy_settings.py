@@ -42,7 +42,7 @@ FIRST_STEP = 0.1
 """The step size at which a kernel begins its search."""
 
 
-class Settings(NamedTuple):
+class EnergySettings(NamedTuple):
     """The settings that a run is made with.
 
     Attributes:
@@ -68,7 +68,7 @@ def settle(
     num_steps: int,
     burn_in: float,
     trial: Trial,
-) -> Settings:
+) -> EnergySettings:
     """Return the settings of a run of ``num_steps`` updates.
 
     Args:
@@ -80,11 +80,11 @@ def settle(
     """
     burned, needs = burn_in_steps(burn_in, num_steps), method.requirements
     if learning_rate is not None:
-        return Settings(with_stated_warm_start(method, burned), learning_rate, burn_in)
+        return EnergySettings(with_stated_warm_start(method, burned), learning_rate, burn_in)
     if needs.learning_rate == "given" and needs.adapts_step:
         warmed = with_stated_warm_start(method, burned)
         if burned > warmed.num_warm_start_steps:  # the other updates of burn-in adapt the step size
-            return Settings(warmed, FIRST_STEP, burn_in)
+            return EnergySettings(warmed, FIRST_STEP, burn_in)
     if needs.learning_rate == "whitening":
         method = _whitened(method, burn_in, dim)
     chosen = choose_settings(method, num_steps, burn_in=burned)
@@ -93,7 +93,7 @@ def settle(
     if needs.learning_rate == "whitening":  # chosen together with the warm start
         assert chosen.method.burn_in is not None
         burn_in = chosen.method.burn_in
-    return Settings(chosen.method, chosen.learning_rate, burn_in)
+    return EnergySettings(chosen.method, chosen.learning_rate, burn_in)
 
 
 def _whitened(method: MethodConfig, burn_in: float, dim: int) -> MethodConfig:

@@ -121,12 +121,16 @@ class Run(Generic[State]):
         """Store the positions of the chains as a draw."""
         self.draws.append(self.theta.detach().to(self._draws_on, copy=True))
 
+    def stacked_draws(self) -> Tensor:
+        """Return a copy of the draws so far [M, S, d]."""
+        return torch.stack(self.draws, 1) if self.draws else torch.zeros(len(self.chains), 0, self._start.shape[1])
+
     @torch.no_grad()
     def finish(self) -> Approximation:
         """Return the approximation that the method builds from its draws."""
         if self.state is None:
             raise ValueError("the run has no update yet, so it has no state to finish: call update first")
-        return self.method.finish(self.state, torch.stack(self.draws, 1))
+        return self.method.finish(self.state, self.stacked_draws())
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -241,13 +245,11 @@ class Run(Generic[State]):
         """Return all that a resume needs, except the number of updates: name -> [M, ...] on the CPU."""
         if self.state is None:
             return {}
-        dim = self._start.shape[1]
-        draws = torch.stack(self.draws, 1) if self.draws else torch.zeros(len(self.chains), 0, dim)
         held = {} if self.loss is None or not self.method.is_exact else {"held.loss": self.loss.cpu()}
         return {
             **{f"state.{name}": value.detach().cpu() for name, value in self.state._asdict().items()},
             "generator": torch.stack([rng.get_state() for rng in self.rngs]),
-            "draws": draws,
+            "draws": self.stacked_draws(),
             **held,
         }
 

@@ -126,7 +126,7 @@ def sample(
     run = Run(built, objective, start, rngs, problem, draws_on=start.device)
     steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
     infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps)
-    draws, info = torch.stack(run.draws, 1), stack_info(infos, len(start))
+    draws, info = run.stacked_draws(), stack_info(infos, len(start))
     warn_of_doubts(
         method, info, draws, burn_in=problem.burn_in, first_error=objective.first_error,
         own_step_size=problem.own_step_size,

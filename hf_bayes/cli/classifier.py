@@ -11,7 +11,7 @@ from hf_bayes.cli.arguments import TRAINABLE, DataArguments, ModelArguments
 from hf_bayes.cli.labels import labelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
 from hf_bayes.cli.parsing import check_count
-from hf_bayes.cli.scripts import Problem
+from hf_bayes.cli.scripts import ModelAndData
 from hf_bayes.core.layout import select
 from hf_bayes.models.lora_layers import plain_name
 from hf_bayes.training.arguments import BayesianTrainingArguments
@@ -44,7 +44,7 @@ def classifier(
     args: BayesianTrainingArguments,
     *,
     subspace: str = TRAINABLE,
-) -> Problem:
+) -> ModelAndData:
     """Load the model with its LoRA and a head for the labels, and encode the texts.
 
     A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. With
@@ -80,4 +80,4 @@ def classifier(
     frozen = [name for name in new if name not in learnt]
     model_args.check_weights(found, frozen, "give another model, or learn them (LoRA does; --subspace all does)")
     collate = padding_collator(tokenizer, splits.values(), padding=labels.padding)
-    return Problem(adapted, splits["train"], splits.get("validation"), collate, tokenizer)
+    return ModelAndData(adapted, splits["train"], splits.get("validation"), collate, tokenizer)

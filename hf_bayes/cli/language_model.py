@@ -8,7 +8,7 @@ from peft import TaskType
 from transformers import DataCollatorForSeq2Seq
 
 from hf_bayes.cli.arguments import TRAINABLE, DataArguments, ModelArguments
-from hf_bayes.cli.scripts import Problem
+from hf_bayes.cli.scripts import ModelAndData
 from hf_bayes.cli.token_windows import token_windows, window_length
 from hf_bayes.models.base_model import core_of
 from hf_bayes.models.input_check import context_of
@@ -16,7 +16,7 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 
 
 @dataclass
-class WindowArguments:
+class TrainingWindowArguments:
     """The windows over the texts. By default every token counts once, with half a window of context.
 
     The posteriors paper has a window of 300, an overlap of 100 and 50 tokens that count (app. F).
@@ -41,11 +41,11 @@ class WindowArguments:
 def language_model(
     model_args: ModelArguments,
     data_args: DataArguments,
-    windows: WindowArguments,
+    windows: TrainingWindowArguments,
     args: BayesianTrainingArguments,
     *,
     subspace: str = TRAINABLE,
-) -> Problem:
+) -> ModelAndData:
     """Load the model with its LoRA, and cut the texts into windows.
 
     Args:
@@ -70,4 +70,4 @@ def language_model(
             )
             for split, rows in data_args.load(args.seed).items()
         }
-    return Problem(model, splits["train"], splits.get("validation"), DataCollatorForSeq2Seq(tokenizer), tokenizer)
+    return ModelAndData(model, splits["train"], splits.get("validation"), DataCollatorForSeq2Seq(tokenizer), tokenizer)

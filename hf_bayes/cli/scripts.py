@@ -25,7 +25,7 @@ from hf_bayes.training.trainer import BayesianTrainer
 from hf_bayes.training.tuning.tune import tune
 
 
-class Problem(NamedTuple):
+class ModelAndData(NamedTuple):
     """A model with its data. The fields have the names of the arguments of ``BayesianTrainer`` and ``tune``."""
 
     model: Any
@@ -43,13 +43,13 @@ def begin(args: BayesianTrainingArguments) -> None:
     set_seed(args.seed)  # a new adapter or head is then equal in every process and in every run
 
 
-def train_or_tune(problem: Problem, args: BayesianTrainingArguments, chosen: MethodArguments) -> None:
+def train_or_tune(inputs: ModelAndData, args: BayesianTrainingArguments, chosen: MethodArguments) -> None:
     """Train and save; with ``--method auto`` compare methods within a budget and save the best."""
     if chosen.compares:
-        tune(args=args, budget=chosen.budget, subspace=chosen.subspace, **problem._asdict())
+        tune(args=args, budget=chosen.budget, subspace=chosen.subspace, **inputs._asdict())
     else:
         method = chosen.config()
-        trainer = BayesianTrainer(method=method, args=args, subspace=chosen.subspace, **problem._asdict())
+        trainer = BayesianTrainer(method=method, args=args, subspace=chosen.subspace, **inputs._asdict())
         train_and_save(trainer)
 
 

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 # -- the lists --------------------------------------------------------------------------------------------------------
 
 
-class Hook(NamedTuple):
+class PrivateMethod(NamedTuple):
     """A private method of a host class.
 
     Attributes:
@@ -35,13 +35,13 @@ _MODEL, _GENERATION = "transformers.PreTrainedModel", "transformers.GenerationMi
 _PIPELINE = "transformers.Pipeline"
 
 HOOKS = (
-    Hook("torch.nn.Module", "_apply", ("fn", "recurse")),
-    Hook(
+    PrivateMethod("torch.nn.Module", "_apply", ("fn", "recurse")),
+    PrivateMethod(
         _MODEL, "_check_and_adjust_attn_implementation", ("attn_implementation", "is_init_check", "allow_all_kernels")
     ),
-    Hook(_MODEL, "_check_and_adjust_experts_implementation", ("experts_implementation",)),
-    Hook(_GENERATION, "_reorder_cache", None),
-    Hook(
+    PrivateMethod(_MODEL, "_check_and_adjust_experts_implementation", ("experts_implementation",)),
+    PrivateMethod(_GENERATION, "_reorder_cache", None),
+    PrivateMethod(
         _GENERATION,
         "_prepare_generated_length",
         (
@@ -53,33 +53,33 @@ HOOKS = (
             "inputs_tensor",
         ),
     ),
-    Hook(
+    PrivateMethod(
         _GENERATION,
         "_prepare_cache_for_generation",
         ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"),
     ),
-    Hook(
+    PrivateMethod(
         _GENERATION,
         "_prepare_attention_mask_for_generation",
         ("inputs_tensor", "generation_config", "model_kwargs"),
     ),
-    Hook(_GENERATION, "_prepare_position_ids_for_generation", ("inputs_tensor", "model_kwargs")),
-    Hook(
+    PrivateMethod(_GENERATION, "_prepare_position_ids_for_generation", ("inputs_tensor", "model_kwargs")),
+    PrivateMethod(
         _GENERATION,
         "_update_model_kwargs_for_generation",
         ("outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
     ),
-    Hook(
+    PrivateMethod(
         _GENERATION,
         "_expand_inputs_for_generation",
         ("expand_size", "is_encoder_decoder", "input_ids", "model_kwargs"),
     ),
-    Hook(_GENERATION, "_get_stopping_criteria", ("generation_config", "stopping_criteria", "tokenizer")),
-    Hook(_GENERATION, "_valid_auto_compile_criteria", ("model_kwargs", "generation_config")),
-    Hook(_GENERATION, "_validate_model_kwargs", ("model_kwargs",)),
-    Hook(_PIPELINE, "_sanitize_parameters", ("pipeline_parameters",)),
-    Hook(_PIPELINE, "_forward", ("input_tensors", "forward_parameters")),
-    Hook(_PIPELINE, "_prepare_generate_kwargs", ("generate_kwargs", "overrides")),
+    PrivateMethod(_GENERATION, "_get_stopping_criteria", ("generation_config", "stopping_criteria", "tokenizer")),
+    PrivateMethod(_GENERATION, "_valid_auto_compile_criteria", ("model_kwargs", "generation_config")),
+    PrivateMethod(_GENERATION, "_validate_model_kwargs", ("model_kwargs",)),
+    PrivateMethod(_PIPELINE, "_sanitize_parameters", ("pipeline_parameters",)),
+    PrivateMethod(_PIPELINE, "_forward", ("input_tensors", "forward_parameters")),
+    PrivateMethod(_PIPELINE, "_prepare_generate_kwargs", ("generate_kwargs", "overrides")),
 )
 """Methods that our classes override. Some of them call the host's own method."""
 

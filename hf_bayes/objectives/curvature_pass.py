@@ -24,7 +24,7 @@ from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.objectives.answer_products import AnswerPass
-from hf_bayes.objectives.curvature_products import CausalPass, Job, OutputPass, Pass
+from hf_bayes.objectives.curvature_products import CausalPass, CurvaturePass, Job, OutputPass
 from hf_bayes.objectives.likelihood_terms import all_ignored
 
 Batches = Callable[[Sequence[int]], Iterable[dict[str, Any]]]
@@ -190,7 +190,7 @@ def run_vjps(
     return _sum((one.log_lik, one.num_terms), theta, data.mesh)
 
 
-def pass_of(model: BayesianModel) -> type[Pass]:
+def pass_of(model: BayesianModel) -> type[CurvaturePass]:
     """Return the kind of pass that belongs to a model."""
     if isinstance(model, BayesianModelForPreferences):
         return AnswerPass

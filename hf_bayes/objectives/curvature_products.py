@@ -23,7 +23,7 @@ Job = tuple[Estimator, list[Accumulator]]
 """The estimator that defines the VJPs, and the accumulators that receive them."""
 
 
-class Pass:
+class CurvaturePass:
     """The VJPs of the data, one batch after the other.
 
     Attributes:
@@ -91,7 +91,7 @@ class Pass:
         self.hooks.on_backward(consume, first=first)
 
 
-class OutputPass(Pass):
+class OutputPass(CurvaturePass):
     """The pass of classifiers and regressors, of rows or of tokens, and of reward models of pairs."""
 
     @staticmethod
@@ -144,7 +144,7 @@ class Tokens(NamedTuple):
         return Terms(terms.logits, terms.labels[places], terms.ordinals[places], terms.uniforms[:, places])
 
 
-class CausalPass(Pass):
+class CausalPass(CurvaturePass):
     """The pass of causal language models: the head runs on a few positions at a time, as in training."""
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.objectives.passes import Pass
+from hf_bayes.objectives.passes import MemberPass
 
 
 class BetweenBatches:
@@ -52,7 +52,7 @@ def between_parts(
     model: BayesianModel,
     batch: dict[str, Any],
     grad: Tensor,
-    passes: Callable[[dict[str, Any], int], Iterable[Pass]],
+    passes: Callable[[dict[str, Any], int], Iterable[MemberPass]],
     *,
     num_groups: int,
 ) -> Tensor | None:

@@ -28,7 +28,7 @@ from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.heldout import HeldOutRows
 from hf_bayes.objectives.model_of_update import ModelOfUpdate
-from hf_bayes.objectives.passes import Pass
+from hf_bayes.objectives.passes import MemberPass
 from hf_bayes.objectives.private_rows import Stratum
 
 SMALL_PASS_ROWS = 512
@@ -181,7 +181,7 @@ class ModelObjective:
         micro: int,
         chunks: list[slice] | None = None,
         anchor: Tensor | None = None,
-    ) -> Iterator[Pass]:
+    ) -> Iterator[MemberPass]:
         """Yield log-likelihood and gradient of a micro-batch, a few members at a time.
 
         Args:
@@ -210,7 +210,7 @@ class ModelObjective:
             for members in chunks or self.member_chunks(batch):
                 rows = self.rows_of(batch, members)
                 with self._trunk_once(rows, shared=False), torch.set_grad_enabled(gradient):
-                    yield Pass(members, *at(theta[members], rows, members), beside(rows, members))
+                    yield MemberPass(members, *at(theta[members], rows, members), beside(rows, members))
 
     def member_chunks(self, batch: dict[str, Any]) -> list[slice]:
         """Return the members of each pass: as many together as keep the pass small.

@@ -14,7 +14,7 @@ from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.private_rows import Stratum
 
 
-class Pass(NamedTuple):
+class MemberPass(NamedTuple):
     """One pass of some members over a micro-batch.
 
     Attributes:
@@ -67,6 +67,6 @@ class PassingObjective(Protocol):
         micro: int,
         chunks: list[slice] | None = None,
         anchor: Tensor | None = None,
-    ) -> Iterator[Pass]:
+    ) -> Iterator[MemberPass]:
         """Yield log-likelihood and gradient of a prepared micro-batch at ``theta`` [M, d]."""
         ...

@@ -22,7 +22,7 @@ _THRESHOLD = 0.5
 _EXAMPLES = ("The mitochondrion is the", "Once upon a time", "The capital of Atlantis is")
 
 
-class Settings(NamedTuple):
+class Controls(NamedTuple):
     """The controls of the page that a text depends on."""
 
     max_new_tokens: int
@@ -59,7 +59,7 @@ def require_gradio() -> Any:
 
 
 def texts(
-    pipelines: Mapping[str, BayesianTextGenerationPipeline], prompt: str, settings: Settings
+    pipelines: Mapping[str, BayesianTextGenerationPipeline], prompt: str, settings: Controls
 ) -> Iterator[list[View]]:
     """Yield the views of all posteriors, again for each new token. Each posterior continues the prompt by itself.
 
@@ -141,7 +141,7 @@ def _connect(
     def generate(prompt: str, measure: str, threshold: float, *generation: Any) -> Iterator[list[Any]]:
         if not prompt.strip():
             raise gr.Error("Type a prompt first.", print_exception=False)
-        for views in texts(pipelines, prompt, Settings(*generation)):
+        for views in texts(pipelines, prompt, Controls(*generation)):
             yield [views, *_rendered(pipelines, views, measure, threshold)]
 
     def show(views: Any, measure: str, threshold: float) -> list[Any]:

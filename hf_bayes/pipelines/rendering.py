@@ -142,7 +142,7 @@ def _check_numbers(values: Record, logprobs: Sequence[str], what: str) -> None:
             )
 
 
-class Context(NamedTuple):
+class TextContext(NamedTuple):
     """The context of the tokens: a chat's earlier messages, the role of the message, the beginning of the text."""
 
     messages: list[dict[str, str]]
@@ -150,7 +150,7 @@ class Context(NamedTuple):
     prompt: str
 
 
-def context_of(record: Record) -> Context:
+def context_of(record: Record) -> TextContext:
     """Return the context of the tokens of a record."""
     text, messages, role = record.get("generated_text", record.get("text", "")), [], ""
     if not isinstance(text, str):
@@ -160,8 +160,8 @@ def context_of(record: Record) -> Context:
     for shown in (tokens, tokens[:-1]):  # an end token is in the record and not in the text
         new = "".join(shown)
         if text.endswith(new):
-            return Context(messages, role, readable(text[: len(text) - len(new)]))
-    return Context(messages, role, "")
+            return TextContext(messages, role, readable(text[: len(text) - len(new)]))
+    return TextContext(messages, role, "")
 
 
 def _said(turn: Mapping[str, Any]) -> str:

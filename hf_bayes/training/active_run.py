@@ -245,9 +245,8 @@ class ActiveRun:
         """Return the result of the method, and leave the last states of the chains in the model."""
         place_chains(self.setup.model, self.run.theta)
         run, mesh, method = self.run, self.setup.mesh, self.run.method
-        draws = torch.stack(run.draws, 1)
         if method.final_pass is not None:
-            return self._final_pass(method.final_pass, draws)
+            return self._final_pass(method.final_pass, run.stacked_draws())
         approximation = run.finish()
         if isinstance(approximation, Draws):
             chain = approximation.chain + mesh.chains.start
@@ -255,7 +254,7 @@ class ActiveRun:
         assert run.state is not None
         state = type(run.state)(**{name: mesh.gather_chains(value) for name, value in run.state._asdict().items()})
         # on the CPU, as draws are, whatever device the chains are on
-        return Finished(moved(method.finish(state, draws), "cpu"), {}, LocalMembers())
+        return Finished(moved(method.finish(state, run.stacked_draws()), "cpu"), {}, LocalMembers())
 
     def _final_pass(self, final_pass: Callable[..., FinalPassResult], draws: Tensor) -> Finished:
         """Let a method pass over the data once more.

@@ -89,7 +89,7 @@ class Diagnosis:
             found: the result of the run.
         """
         active, monitor, method = self._active, self._active.monitor, self._active.method
-        draws = torch.stack(active.run.draws, 1)
+        draws = active.run.stacked_draws()
         far = self._prior_loss_ratios(draws)
         own = {**self._distances(), **self._distance_in_noise(), **self._kinetic_of_chains(), **self._unmoved()}
         observed = active.of_all_chains({**monitor.mean_info(), **own, **far})

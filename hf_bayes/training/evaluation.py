@@ -38,7 +38,7 @@ Step = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Loss, predictions and labels of a batch, as Trainer's ``prediction_step`` returns them."""
 
 
-class Evaluation(NamedTuple):
+class EvaluationResult(NamedTuple):
     """The numbers of one evaluation.
 
     Attributes:
@@ -68,8 +68,8 @@ class Evaluator:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._batches: list[dict[str, Tensor]] | None = None
-        self.last: dict[str, Evaluation] = {}
-        self.latest = Evaluation({})
+        self.last: dict[str, EvaluationResult] = {}
+        self.latest = EvaluationResult({})
 
     def run(self, loop: Callable[[], Any], prefix: str) -> Any:
         """Run Trainer's evaluation loop, and add the metrics of the mixture to its output.
@@ -149,7 +149,9 @@ class Evaluator:
             rows = None if rows is None else max(0, rows - len(counts))
         return kept
 
-    def ensemble_limit(self, evaluation: Evaluation, approximation: Any, *, mirrored: bool) -> dict[str, Any] | None:
+    def ensemble_limit(
+        self, evaluation: EvaluationResult, approximation: Any, *, mirrored: bool
+    ) -> dict[str, Any] | None:
         """Return C(S) on the data of an evaluation, and its limit; None if the approximation is not draws.
 
         A part of the terms shows how C falls with S. All terms show where it stands at S = M. The error of the limit
@@ -165,9 +167,9 @@ class Evaluator:
         return {**dataclasses.asdict(found.at(evaluation.metrics["nll"])), "num_terms": len(log_lik)}
 
 
-def _evaluation(batches: list[dict[str, Tensor]], *, next_tokens: bool) -> Evaluation:
+def _evaluation(batches: list[dict[str, Tensor]], *, next_tokens: bool) -> EvaluationResult:
     if not any(len(batch["nll"]) for batch in batches):  # no labels, or all of them are -100
-        return Evaluation({})
+        return EvaluationResult({})
     members = _pop_members(batches)
     terms = torch.cat([batch.pop("terms_of_rows") for batch in batches])
     columns = {name: np.concatenate([batch[name].float().cpu().numpy() for batch in batches]) for name in batches[0]}
@@ -175,7 +177,7 @@ def _evaluation(batches: list[dict[str, Tensor]], *, next_tokens: bool) -> Evalu
     if next_tokens:
         metrics["perplexity"] = perplexity(metrics["nll"])
     nll = torch.cat([batch["nll"].cpu() for batch in batches])
-    return Evaluation({**metrics, "loss": metrics["nll"]}, row_scores(nll.float(), terms), members)
+    return EvaluationResult({**metrics, "loss": metrics["nll"]}, row_scores(nll.float(), terms), members)
 
 
 def _pop_members(batches: list[dict[str, Tensor]]) -> Tensor | None:

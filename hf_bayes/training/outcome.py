@@ -25,7 +25,7 @@ from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, tell_length
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
-from hf_bayes.training.evaluation import Evaluation, Evaluator
+from hf_bayes.training.evaluation import EvaluationResult, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
 from hf_bayes.training.own_choices import tell_departure
 from hf_bayes.training.refusals import refuse_overwritten_prior
@@ -39,7 +39,7 @@ KEPT_METRICS = (
 """Metrics of an evaluation that are saved with the posterior."""
 
 
-class HeldOut(NamedTuple):
+class HeldOutEvaluation(NamedTuple):
     """An evaluation of the finished posterior on the trainer's own eval_dataset.
 
     Attributes:
@@ -49,7 +49,7 @@ class HeldOut(NamedTuple):
     """
 
     metrics: dict[str, float]
-    evaluations: dict[str, Evaluation]
+    evaluations: dict[str, EvaluationResult]
     limit: dict[str, Any] | None
 
 
@@ -72,7 +72,7 @@ class Outcome:
         self.sidecars = Sidecars()
         self.card: CardFields | None = None
         self.posterior: Posterior | None = None
-        self.heldout: HeldOut | None = None
+        self.heldout: HeldOutEvaluation | None = None
 
     def begin(self, active: ActiveRun) -> None:
         """Forget an earlier run."""
@@ -156,7 +156,7 @@ class Outcome:
         evaluator, posterior = self.evaluator, self.required()
         mirrored = bool(posterior.config.diagnostics.get("mirrored"))
         limit = evaluator.ensemble_limit(evaluator.latest, posterior.approximation, mirrored=mirrored)
-        self.heldout = HeldOut(metrics, evaluator.last, limit)
+        self.heldout = HeldOutEvaluation(metrics, evaluator.last, limit)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

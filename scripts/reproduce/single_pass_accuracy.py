@@ -28,7 +28,7 @@ from transformers.utils import logging
 from benchmarks.harness import machine
 from benchmarks.table import replaced
 from hf_bayes.models.single_pass.driver import SinglePass
-from hf_bayes.models.single_pass.moments import mean_of
+from hf_bayes.models.single_pass.gaussian_tensor import mean_of
 from scripts.reproduce.report import as_text, table
 from scripts.reproduce.single_pass_means import means, means_table
 from scripts.reproduce.single_pass_products import products, products_table

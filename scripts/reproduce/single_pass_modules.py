@@ -24,7 +24,7 @@ from hf_bayes import Posterior
 from hf_bayes.fit.distil_report import rank_correlation
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.single_pass.driver import SinglePass
-from hf_bayes.models.single_pass.moments import mean_of
+from hf_bayes.models.single_pass.gaussian_tensor import mean_of
 from scripts.reproduce.report import RESULTS, as_text, render, table
 from scripts.reproduce.single_pass_subjects import Subject, classifier, kept, posteriors, without_labels
 

@@ -11,13 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from hf_bayes import BayesianTrainingArguments
 from hf_bayes.cli.arguments import DataArguments, ModelArguments
-from hf_bayes.cli.language_model import WindowArguments, language_model
-from hf_bayes.cli.scripts import Problem
+from hf_bayes.cli.language_model import TrainingWindowArguments, language_model
+from hf_bayes.cli.scripts import ModelAndData
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
+
+InputsOf = Callable[[TrainingWindowArguments], ModelAndData]
 
 
 @pytest.fixture
-def problem(tmp_path: Path) -> Callable[[WindowArguments], Problem]:
+def inputs_of(tmp_path: Path) -> InputsOf:
     """A model with a context of 128 tokens, and a text."""
     tiny_llama().save_pretrained(tmp_path / "llama")
     tiny_tokenizer().save_pretrained(tmp_path / "llama")
@@ -27,8 +29,8 @@ def problem(tmp_path: Path) -> Callable[[WindowArguments], Problem]:
     return lambda windows: language_model(model, data, windows, args)
 
 
-def test_windows_overlap_by_half(problem: Callable[[WindowArguments], Problem]) -> None:
-    found = problem(WindowArguments(window=32))
+def test_windows_overlap_by_half(inputs_of: InputsOf) -> None:
+    found = inputs_of(TrainingWindowArguments(window=32))
     first, second = found.train_dataset[0], found.train_dataset[1]
     assert first["input_ids"][16:] == second["input_ids"][:16]
     assert len(found.eval_dataset) > 0
@@ -51,10 +53,10 @@ def test_settings_of_a_lora_without_one_are_refused() -> None:
         arguments.add_lora(tiny_llama(), TaskType.CAUSAL_LM, subspace="last_layer")
 
 
-def test_the_default_window_is_the_context_of_a_small_model(problem: Callable[[WindowArguments], Problem]) -> None:
-    assert len(problem(WindowArguments()).train_dataset[0]["input_ids"]) == 128
+def test_the_default_window_is_the_context_of_a_small_model(inputs_of: InputsOf) -> None:
+    assert len(inputs_of(TrainingWindowArguments()).train_dataset[0]["input_ids"]) == 128
     with pytest.raises(ValueError, match="--window=256 is longer than the model's longest context, 128 tokens"):
-        problem(WindowArguments(window=256))
+        inputs_of(TrainingWindowArguments(window=256))
 
 
 def checkpoint(folder: Path, *, without: str = "") -> ModelArguments:

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 import hf_bayes
 from hf_bayes.models import compat
 from hf_bayes.models.attaching import MODELS
-from hf_bayes.models.compat import ATTRIBUTES, HOOKS, Hook
+from hf_bayes.models.compat import ATTRIBUTES, HOOKS, PrivateMethod
 from hf_bayes.pipelines.factory import _PIPELINES
 from hf_bayes.pipelines.registration import RegisteredPipeline
 from tests.tiny_models import tiny_gpt2
@@ -33,7 +33,7 @@ def owner_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
-def test_a_private_hook_has_the_parameters_of_the_list(hook: Hook) -> None:
+def test_a_private_hook_has_the_parameters_of_the_list(hook: PrivateMethod) -> None:
     found = getattr(owner_of(hook.owner), hook.name, None)
     assert (None if found is None else tuple(inspect.signature(found).parameters)[1:]) == hook.parameters
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.gradient_variance import between_parts
-from hf_bayes.objectives.passes import Pass
+from hf_bayes.objectives.passes import MemberPass
 from tests.members.subject_models import resnet
 from tests.objectives.classifier import brute_force, classifier, rows, theta_near
 from tests.tiny_models import images, tiny_bert
@@ -41,9 +41,9 @@ def test_only_parts_with_batch_normalisation_are_halves(normed: bool, smaller: i
     model = attach(base, subspace="all" if normed else "last_layer", num_members=1)
     seen: list[int] = []
 
-    def passes(part: dict[str, torch.Tensor], number: int) -> Iterator[Pass]:
+    def passes(part: dict[str, torch.Tensor], number: int) -> Iterator[MemberPass]:
         seen.append(len(next(iter(part.values()))))
-        yield Pass(slice(0, 1), torch.zeros(1), torch.zeros_like(model.theta), None)
+        yield MemberPass(slice(0, 1), torch.zeros(1), torch.zeros_like(model.theta), None)
 
     model.eval()
     between_parts(model, batch, torch.zeros_like(model.theta), passes, num_groups=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.pipelines.demo_page import Settings, demo_page, require_gradio, texts
+from hf_bayes.pipelines.demo_page import Controls, demo_page, require_gradio, texts
 
 
 class Scripted:
@@ -28,7 +28,7 @@ class Scripted:
 
 def test_posteriors_stream_side_by_side_until_each_ends() -> None:
     pipelines: Any = {"a": Scripted("x", "y", "z"), "b": Scripted("u")}
-    steps = list(texts(pipelines, "p", Settings(5, False, 1.0)))
+    steps = list(texts(pipelines, "p", Controls(5, False, 1.0)))
     assert [[len(view.tokens) for view in views] for views in steps] == [[1, 1], [2, 1], [3, 1], [3, 1]]
     assert [view.running for view in steps[1]] == [True, False]
     assert not any(view.running for view in steps[-1])
@@ -37,7 +37,7 @@ def test_posteriors_stream_side_by_side_until_each_ends() -> None:
 
 def test_an_error_ends_one_text_and_is_shown() -> None:
     pipelines: Any = {"a": Scripted("x", fails=True), "b": Scripted("u", "v", "w")}
-    last = list(texts(pipelines, "p", Settings(5, True, 0.5)))[-1]
+    last = list(texts(pipelines, "p", Controls(5, True, 0.5)))[-1]
     assert last[0].error == "the prompt is too long"
     assert len(last[1].tokens) == 3
     assert pipelines["a"].asked["temperature"] == 0.5
@@ -45,7 +45,7 @@ def test_an_error_ends_one_text_and_is_shown() -> None:
 
 def test_a_stopped_page_closes_its_streams() -> None:
     pipelines: Any = {"a": Scripted("x", "y")}
-    running = texts(pipelines, "p", Settings(5, False, 1.0))
+    running = texts(pipelines, "p", Controls(5, False, 1.0))
     next(running)
     running.close()  # type: ignore[attr-defined]
     assert pipelines["a"].closed

@@ -28,7 +28,7 @@ from hf_bayes.cli.diagnosis_table import table
 from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.objectives.passes import Pass
+from hf_bayes.objectives.passes import MemberPass
 from hf_bayes.training import evaluation
 from hf_bayes.training.active_run import ActiveRun
 from tests import runs
@@ -151,10 +151,10 @@ def test_parts_of_a_micro_batch_add_up_to_its_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatch: str, subspace: str, dropout: float
 ) -> None:
     """Rows of many lengths, an odd number of them, chains in passes of two."""
-    seen: list[tuple[int, Pass, Any]] = []
+    seen: list[tuple[int, MemberPass, Any]] = []
     passes = ModelObjective.passes
 
-    def watch(self: ModelObjective, theta: Any, batch: Any, **options: Any) -> Iterator[Pass]:
+    def watch(self: ModelObjective, theta: Any, batch: Any, **options: Any) -> Iterator[MemberPass]:
         groups = 1 if self.shared else len(self.chains)
         for one in passes(self, theta, batch, **options):
             assert one.grad is not None

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from hf_bayes.chains.run import Run
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.objectives.passes import Pass
+from hf_bayes.objectives.passes import MemberPass
 from tests import runs
 from tests.tiny_models import tiny_llama, with_lora
 
@@ -37,7 +37,7 @@ def _spoil_loss(trainer: Any, value: float, chain: int | None, *, micro: int = 0
     objective, layout = trainer.active.objective, trainer.bayesian.layout
     passes, begun = objective.passes, [0]  # micro-batches
 
-    def spoiled(*args: Any, **kwargs: Any) -> Iterator[Pass]:
+    def spoiled(*args: Any, **kwargs: Any) -> Iterator[MemberPass]:
         begun[0] += 1
         for members, loss, grad, anchor_grad in passes(*args, **kwargs):
             for row in range(members.start, members.stop):
@@ -46,7 +46,7 @@ def _spoil_loss(trainer: Any, value: float, chain: int | None, *, micro: int = 0
                         loss[row - members.start] = value
                     else:
                         layout.unflatten(grad[row - members.start])[gradient].view(-1)[1] = value
-            yield Pass(members, loss, grad, anchor_grad)
+            yield MemberPass(members, loss, grad, anchor_grad)
 
     objective.passes = spoiled
 

@@ -12,7 +12,7 @@ from hf_bayes.cli.token_output import OutputArguments, show
 
 
 @dataclass
-class TextArguments:
+class ScoreArguments:
     """The texts to score."""
 
     _argument_group_name = "texts"
@@ -35,7 +35,7 @@ class TextArguments:
         return {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
 
 
-def score(posterior: PosteriorArguments, texts: TextArguments, output: OutputArguments) -> None:
+def score(posterior: PosteriorArguments, texts: ScoreArguments, output: OutputArguments) -> None:
     """Show the log-probability and the total, aleatoric and epistemic uncertainty of each token of given texts.
 
     Numbers are in nats. The last row has the log-probability of the text and the means over its tokens.
@@ -49,7 +49,7 @@ def score(posterior: PosteriorArguments, texts: TextArguments, output: OutputArg
 
 COMMAND = Command(
     run=score,
-    arguments=(PosteriorArguments, TextArguments, OutputArguments),
+    arguments=(PosteriorArguments, ScoreArguments, OutputArguments),
     example='score posterior --text "The mitochondrion is the powerhouse of the cell."',
     first="posterior",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.language_model import WindowArguments, language_model
+from hf_bayes.cli.language_model import TrainingWindowArguments, language_model
 from hf_bayes.cli.scripts import begin, continuing_training, train_or_tune
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
@@ -13,7 +13,7 @@ def train(
     model_args: ModelArguments,
     method_args: MethodArguments,
     data_args: DataArguments,
-    windows: WindowArguments,
+    windows: TrainingWindowArguments,
     args: BayesianTrainingArguments,
 ) -> None:
     """Fine-tune a causal language model into a posterior, evaluate it on held-out text and save it."""
@@ -26,7 +26,7 @@ def train(
 
 COMMAND = Command(
     run=train,
-    arguments=(ModelArguments, MethodArguments, DataArguments, WindowArguments, BayesianTrainingArguments),
+    arguments=(ModelArguments, MethodArguments, DataArguments, TrainingWindowArguments, BayesianTrainingArguments),
     example="train --model_name_or_path gpt2 --dataset book.txt --output_dir posterior",
     continuing=continuing_training,
 )

@@ -9,7 +9,7 @@ from hf_bayes.cli.arguments import BUDGET_HELP, SUBSPACE_HELP, DataArguments, Mo
 from hf_bayes.cli.classifier import LabelArguments, classifier
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.evaluation_cases import refuse_changes
-from hf_bayes.cli.language_model import WindowArguments, language_model
+from hf_bayes.cli.language_model import TrainingWindowArguments, language_model
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.scripts import begin, continuing_comparison
 from hf_bayes.training.arguments import BayesianTrainingArguments
@@ -37,7 +37,7 @@ def tune(
     model_args: ModelArguments,
     tuning: TuningArguments,
     data_args: DataArguments,
-    windows: WindowArguments,
+    windows: TrainingWindowArguments,
     labels: LabelArguments,
     args: BayesianTrainingArguments,
 ) -> Tuning:
@@ -51,21 +51,22 @@ def tune(
     refuse_changes(labels if tuning.task == "lm" else windows, f"--task {tuning.task}")
     begin(args)
     if tuning.task == "lm":
-        problem = language_model(model_args, data_args, windows, args, subspace=tuning.subspace)
+        inputs = language_model(model_args, data_args, windows, args, subspace=tuning.subspace)
     else:
-        problem = classifier(model_args, data_args, labels, args, subspace=tuning.subspace)
-    if problem.eval_dataset is None:
+        inputs = classifier(model_args, data_args, labels, args, subspace=tuning.subspace)
+    if inputs.eval_dataset is None:
         raise ValueError(
             "methods are compared on held-out rows, and --validation_fraction 0 holds none out: give a share of the "
             "rows, or a --validation_file"
         )
-    return compare(args=args, budget=tuning.budget, subspace=tuning.subspace, **problem._asdict())
+    return compare(args=args, budget=tuning.budget, subspace=tuning.subspace, **inputs._asdict())
 
 
 COMMAND = Command(
     run=tune,
     arguments=(
-        ModelArguments, TuningArguments, DataArguments, WindowArguments, LabelArguments, BayesianTrainingArguments
+        ModelArguments, TuningArguments, DataArguments, TrainingWindowArguments, LabelArguments,
+        BayesianTrainingArguments,
     ),
     example="tune --task classify --model_name_or_path bert-base-uncased --dataset reviews.csv --output_dir tuned",
     continuing=continuing_comparison,

@@ -30,7 +30,7 @@ VARIANCE_FLOOR = 1e-30
 """The variance of a coordinate that never moved, as in the paper's code."""
 
 
-class Moments(NamedTuple):
+class IterateMoments(NamedTuple):
     """The moments of the iterates collected so far, with M chains in rows."""
 
     mean: Tensor
@@ -41,16 +41,16 @@ class Moments(NamedTuple):
     """[M, K, d] deviations of the last K iterates, newest last; zeros while there are fewer than K."""
 
     @classmethod
-    def none(cls, theta: Tensor, rank: int) -> Moments:
+    def none(cls, theta: Tensor, rank: int) -> IterateMoments:
         """Return the moments of zero iterates."""
         return cls(theta, torch.zeros_like(theta), theta.new_zeros(len(theta), rank, theta.shape[1]))
 
-    def collect(self, theta: Tensor, count: int) -> Moments:
+    def collect(self, theta: Tensor, count: int) -> IterateMoments:
         """Return the moments with ``theta`` [M, d] as iterate number ``count`` (from 1), by Welford's recursion."""
         mean = torch.lerp(self.mean, theta, 1 / count)
         deviation = theta - mean
         squares = self.squares + (theta - self.mean) * deviation if count > 1 else self.squares
-        return Moments(mean, squares, torch.cat([self.deviations[:, 1:], deviation[:, None]], 1))
+        return IterateMoments(mean, squares, torch.cat([self.deviations[:, 1:], deviation[:, None]], 1))
 
     def gaussian(self, count: int) -> Gaussian:
         """Return the Gaussian of ``count`` iterates, with one component per chain."""
@@ -87,7 +87,7 @@ class SWAGConfig(SWAConfig):
         """
         if draws.ndim != 2 or len(draws) < 2:
             raise ValueError(f"draws must be [S >= 2, d], got {list(draws.shape)}")
-        moments = Moments.none(draws[:1], self.rank)
+        moments = IterateMoments.none(draws[:1], self.rank)
         for count, draw in enumerate(draws.split(1), start=1):
             moments = moments.collect(draw, count)
         return moments.gaussian(len(draws))
@@ -96,13 +96,13 @@ class SWAGConfig(SWAConfig):
         collector, optimiser = Collector.of(self, problem, minimum=2), self.iterates(problem)
 
         def init(theta: Tensor, rngs: Rngs) -> Any:
-            none = Moments.none(theta, self.rank)
+            none = IterateMoments.none(theta, self.rank)
             return beside(optimiser.init(theta, rngs), theta=theta, squares=none.squares, deviations=none.deviations)
 
         def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
             iterate, info = optimiser.update(inner_state(state), evaluation, lr, rngs)
             count, now = collector.collected(iterate.step)
-            moments = Moments(state.theta if count else iterate.theta, state.squares, state.deviations)
+            moments = IterateMoments(state.theta if count else iterate.theta, state.squares, state.deviations)
             mean, squares, deviations = moments.collect(iterate.theta, count) if now else moments
             own = {"theta": mean, "squares": squares, "deviations": deviations, "step": iterate.step}
             return with_inner(state, iterate)._replace(**own), info
@@ -111,6 +111,6 @@ class SWAGConfig(SWAConfig):
             count, _ = collector.collected(state.step)
             if count < 2:
                 warnings.warn(f"swag has collected {count} iterates: its Gaussian has no spread. Train longer")
-            return Moments(state.theta, state.squares, state.deviations).gaussian(count)
+            return IterateMoments(state.theta, state.squares, state.deviations).gaussian(count)
 
         return Rule(init, locate_at_iterate, update, finish)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_bayes.models.single_pass import attention, norms
 from hf_bayes.models.single_pass.activations import product_variance, slope
-from hf_bayes.models.single_pass.moments import NoRule, mean_of, moments_in, name_of, spread_of
+from hf_bayes.models.single_pass.gaussian_tensor import NoRule, gaussian_tensors_in, mean_of, name_of, spread_of
 from hf_bayes.models.single_pass.operations import (
     ACTIVATIONS,
     ARRANGEMENTS,
@@ -35,7 +35,7 @@ from hf_bayes.models.single_pass.token_correlation import blended, unit
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal:
+class DiagonalSpread:
     """Independent elements.
 
     Attributes:
@@ -65,12 +65,14 @@ class Diagonal:
         """Return [..., C], the covariance times ``vectors`` [..., C], without forming it."""
         return self.variance * vectors if self.source is None else self.source.times(vectors)
 
-    def new(self, variance: Tensor, features: Tensor | None = None, source: LinearSource | None = None) -> Diagonal:
+    def new(
+        self, variance: Tensor, features: Tensor | None = None, source: LinearSource | None = None
+    ) -> DiagonalSpread:
         """Return a spread with the same settings."""
-        return Diagonal(variance, features, source, self.deterministic_scores)
+        return DiagonalSpread(variance, features, source, self.deterministic_scores)
 
 
-Rule = Callable[[Diagonal, Callable[..., Any], Any, dict[str, Any], Any], Any]
+Rule = Callable[[DiagonalSpread, Callable[..., Any], Any, dict[str, Any], Any], Any]
 _RULES: dict[Any, Rule] = {}
 
 
@@ -92,7 +94,7 @@ def variance_of(value: Any) -> Any:
 
 
 @_rule(*ARRANGEMENTS)
-def _arranged(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _arranged(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     found = function(own.variance, *args[1:], **kwargs)
     source, features = own.source, own.features
     keeps_outputs = source is not None and result.ndim and result.shape[-1] == len(source.weight)
@@ -117,7 +119,7 @@ def _merges_positions(before: Tensor, after: Tensor) -> bool:
 
 
 @_rule(*CONVERSIONS)
-def _converted(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _converted(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     device = result.device
     if own.variance.device == device:
         return own
@@ -125,13 +127,13 @@ def _converted(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Ten
 
 
 @_rule(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.unbind, torch.unbind)
-def _pieces(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Any) -> list[Diagonal]:
+def _pieces(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Any) -> list[DiagonalSpread]:
     rows = own.features is not None and all(piece.shape[:2] == own.features.shape[:2] for piece in result)
     return [own.new(piece, own.features if rows else None) for piece in function(own.variance, *args[1:], **kwargs)]
 
 
 @_rule(Tensor.__getitem__, Tensor.select, torch.select, Tensor.narrow, torch.narrow)
-def _chosen(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _chosen(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     found = function(own.variance, *args[1:], **kwargs)
     source = None
     if own.source is not None and function is Tensor.__getitem__ and result.shape[-1:] == own.variance.shape[-1:]:
@@ -145,7 +147,7 @@ def _chosen(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor
 
 
 @_rule(Tensor.index_select, torch.index_select, Tensor.repeat_interleave, torch.repeat_interleave)
-def _of_rows(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _of_rows(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     dim = args[1] if "index_select" in name_of(function) else kwargs.get("dim", args[2] if len(args) > 2 else None)
     features = own.features
     if features is not None and dim == 0:
@@ -154,14 +156,14 @@ def _of_rows(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 
 
 @_rule(torch.cat, torch.concat)
-def _joined(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _joined(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     tensors = args[0] if args else kwargs["tensors"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     found = [
         torch.zeros_like(x, dtype=own.variance.dtype) if spread is None else spread.variance
         for x, spread in zip(tensors, map(spread_of, tensors), strict=True)
     ]
-    features = [x.spread.features for x in moments_in(tensors)]
+    features = [x.spread.features for x in gaussian_tensors_in(tensors)]
     both = None
     if all(part is not None for part in features) and len(features) == sum(x.numel() > 0 for x in tensors):
         axis = dim % result.ndim
@@ -173,7 +175,7 @@ def _joined(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor
 
 
 @_rule(torch.where, Tensor.where, Tensor.masked_fill, torch.masked_fill)
-def _masked(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _masked(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     if "masked_fill" in name_of(function):
         found = own.variance.masked_fill(args[1], 0.0)
     else:
@@ -183,7 +185,7 @@ def _masked(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor
 
 
 @_rule(F.dropout, torch.dropout)
-def _dropped(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _dropped(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     training = kwargs.get("training", args[2] if len(args) > 2 else True)
     if training:
         raise NoRule("dropout in training mode")
@@ -194,10 +196,10 @@ def _dropped(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 
 
 @_rule(*SUMS, Tensor.neg, Tensor.__neg__, torch.neg)
-def _sum(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _sum(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     if kwargs.get("alpha", 1) != 1:
         raise NoRule(f"{name_of(function)} with alpha")
-    random = list(moments_in(args))
+    random = list(gaussian_tensors_in(args))
     found = sum(variance_of(value) for value in args)
     if len(random) == 1:
         source = own.source if result.shape == own.variance.shape else None
@@ -208,7 +210,7 @@ def _sum(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -
 
 
 @_rule(*PRODUCTS, *QUOTIENTS)
-def _product(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _product(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     first, second = args
     if function in QUOTIENTS:
         if spread_of(second) is not None:
@@ -225,13 +227,13 @@ def _product(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 
 
 @_rule(F.linear)
-def _linear(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _linear(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     wide = certain_weight(args, kwargs).detach().to(own.variance.dtype)
     return own.new(own.variance @ wide.square().mT, own.features, LinearSource(wide, own.variance))
 
 
 @_rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
-def _matmul(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal | None:
+def _matmul(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread | None:
     first, second = args
     if num_uncertain(args) == 2:
         return None  # scores of attention, from queries and keys at their means (eq. 59)
@@ -244,13 +246,13 @@ def _matmul(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor
 
 
 @_rule(F.softmax, torch.softmax, Tensor.softmax)
-def _softmax(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+def _softmax(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> None:
     if result.ndim != 4:  # in attention [B, H, T, S] scores are taken at their means (eq. 59)
         raise NoRule(f"{name_of(function)} outside of attention")
 
 
 @_rule(torch.mean, Tensor.mean, torch.sum, Tensor.sum)
-def _reduced(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _reduced(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     keep = kwargs.get("keepdim", False)
     if not isinstance(dim, int):
@@ -268,7 +270,7 @@ def _reduced(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 
 
 @_rule(*ACTIVATIONS)
-def _elementwise(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _elementwise(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     options = {name: value for name, value in kwargs.items() if name != "inplace"}
     rest = args[1:] if function not in (F.relu, F.silu) else ()  # their second argument is ``inplace``
     rate = slope(lambda x: function(x, *rest, **options), mean_of(args[0]))
@@ -276,7 +278,7 @@ def _elementwise(own: Diagonal, function: Any, args: Any, kwargs: Any, result: T
 
 
 @_rule(F.layer_norm, torch.layer_norm)
-def _layer_norm(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _layer_norm(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     names = ("input", "normalized_shape", "weight", "bias", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     if len(given["normalized_shape"]) != 1:
@@ -287,7 +289,7 @@ def _layer_norm(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Te
 
 
 @_rule(F.rms_norm, torch.rms_norm)
-def _rms_norm(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
+def _rms_norm(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     names = ("input", "normalized_shape", "weight", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     mean = mean_of(args[0])
@@ -297,7 +299,7 @@ def _rms_norm(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tens
 
 
 @_rule(F.scaled_dot_product_attention)
-def _attention(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal | None:
+def _attention(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread | None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = dict(zip(names, args, strict=False)) | kwargs
     dtype = own.variance.dtype

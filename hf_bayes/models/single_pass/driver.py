@@ -15,11 +15,11 @@ from hf_bayes.distributions.covariance import Covariance, moved
 from hf_bayes.members.engine import Members
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.compat import attention_of
-from hf_bayes.models.single_pass.diagonal import Diagonal
+from hf_bayes.models.single_pass.diagonal import DiagonalSpread
 from hf_bayes.models.single_pass.drawn import draws_of, leading_columns, rank_for
 from hf_bayes.models.single_pass.factors import Factors, NoiseSources
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, NoRule, mean_of, spread_of
 from hf_bayes.models.single_pass.installed import frozen_forward, random_module
-from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, spread_of
 from hf_bayes.models.single_pass.tangents import Tangents
 from hf_bayes.models.single_pass.weight_laws import parts_of
 
@@ -108,7 +108,7 @@ class SinglePass:
         for module in self.random:
             module.factor = float(factors.get(module.path, 1.0))
 
-    def mean(self, outputs: Moments) -> Tensor:
+    def mean(self, outputs: GaussianTensor) -> Tensor:
         """Return the mean of outputs: that of the mean weights, or with ``second_order`` the expected one."""
         found: Tensor = mean_of(outputs)
         return found + outputs.spread.drift.to(found.dtype) if self.second_order else found
@@ -175,15 +175,15 @@ def settings_of(structure: str, num_leading: int = 0, *, deterministic_scores: b
         return Tangents(None, None, deterministic_scores, num_leading)
     if structure == "full":
         return Factors(empty, NoiseSources(), deterministic_scores)
-    return Diagonal(empty, None, None, deterministic_scores)
+    return DiagonalSpread(empty, None, None, deterministic_scores)
 
 
-def random_forward(item: Any, settings: Any) -> Callable[..., Moments]:
+def random_forward(item: Any, settings: Any) -> Callable[..., GaussianTensor]:
     """Return the forward of a module with random weights during a pass."""
 
-    def forward(x: Any, *args: Any, **kwargs: Any) -> Moments:
+    def forward(x: Any, *args: Any, **kwargs: Any) -> GaussianTensor:
         plain = mean_of(x)
-        return Moments.of(item.mean(plain), item.spread(plain, spread_of(x), settings))
+        return GaussianTensor.of(item.mean(plain), item.spread(plain, spread_of(x), settings))
 
     return forward
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_bayes.models.single_pass import attention
+from hf_bayes.models.single_pass.gaussian_tensor import for_each_tensor, gaussian_tensors_in, mean_of, replaced
 from hf_bayes.models.single_pass.linear import root_of
-from hf_bayes.models.single_pass.moments import for_each_tensor, mean_of, moments_in, replaced
 
 MOST_NOISES = 4096
 """The largest number of outputs of a layer: with n of them, a row takes n^2 numbers and n^3 operations."""
@@ -61,7 +61,7 @@ class Factors:
         run: Callable[..., Any] = function
         if function is F.scaled_dot_product_attention:
             run = self._attention
-        random = list(moments_in((args, kwargs)))
+        random = list(gaussian_tensors_in((args, kwargs)))
         count = max(len(x.spread.roots) for x in random)
         found = pushed(run, args, kwargs, [self._padded(x.spread.roots, count) for x in random])
         return for_each_tensor(found, self.new)
@@ -151,10 +151,10 @@ def pushed(
 
     Args:
         function: any differentiable function of torch.
-        args, kwargs: its arguments, in which Gaussian tensors are ``Moments``.
+        args, kwargs: its arguments, some of them Gaussian tensors.
         roots: the columns [r, *shape] of the Gaussian tensors, in order; None takes their own.
     """
-    random = list(moments_in((args, kwargs)))
+    random = list(gaussian_tensors_in((args, kwargs)))
     roots = [x.spread.roots for x in random] if roots is None else roots
 
     def changed(*values: Tensor) -> Any:

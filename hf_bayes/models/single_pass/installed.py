@@ -1,6 +1,6 @@
 """The forwards of modules during a single pass: modules with random weights, norms, and activations of transformers.
 
-All other modules keep their own forward, and torch calls the rules of ``Moments``.
+All other modules keep their own forward, and torch calls the rules of ``GaussianTensor``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hf_bayes.members import compat
 from hf_bayes.members.stacked import StackedConv1D, StackedLinear, StackedLora
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.single_pass.activations import slope
-from hf_bayes.models.single_pass.diagonal import Diagonal
+from hf_bayes.models.single_pass.diagonal import DiagonalSpread
 from hf_bayes.models.single_pass.drawn import RandomModule, linear_tangents, lora_tangents
 from hf_bayes.models.single_pass.factors import Factors, linear_factors, lora_factors
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, mean_of, spread_of
 from hf_bayes.models.single_pass.later import Later
 from hf_bayes.models.single_pass.lora import lora_variance
-from hf_bayes.models.single_pass.moments import Moments, mean_of, spread_of
 from hf_bayes.models.single_pass.norms import gain_of, rms_norm_variance
 from hf_bayes.models.single_pass.outer import Outer
 from hf_bayes.models.single_pass.sources import LinearSource
@@ -140,7 +140,9 @@ class RandomLora:
         return _LORA_RULES[type(settings)](self, x, noise, settings)
 
 
-def _linear_diagonal(layer: RandomLinear, x: Tensor, noise: Diagonal | None, settings: Diagonal) -> Diagonal:
+def _linear_diagonal(
+    layer: RandomLinear, x: Tensor, noise: DiagonalSpread | None, settings: DiagonalSpread
+) -> DiagonalSpread:
     before = None if noise is None else noise.variance
     added = layer.factor * layer.law.variance(x, before)
     parts = [(added, _features(layer.law.token_features(x)))]
@@ -150,7 +152,9 @@ def _linear_diagonal(layer: RandomLinear, x: Tensor, noise: Diagonal | None, set
     return settings.new(_total(parts), blended(parts) if x.ndim == 3 else None, source)
 
 
-def _lora_diagonal(layer: RandomLora, x: Tensor, noise: Diagonal | None, settings: Diagonal) -> Diagonal:
+def _lora_diagonal(
+    layer: RandomLora, x: Tensor, noise: DiagonalSpread | None, settings: DiagonalSpread
+) -> DiagonalSpread:
     x = x.to(layer.low.mean.dtype)
     before = None if noise is None else noise.variance
     of_low, of_high = (layer.factor * part for part in lora_variance(x, before, layer.low, layer.high, layer.scaling))
@@ -165,14 +169,14 @@ def _lora_diagonal(layer: RandomLora, x: Tensor, noise: Diagonal | None, setting
 
 
 _LINEAR_RULES: dict[type, Callable[..., Any]] = {
-    Diagonal: _linear_diagonal,
+    DiagonalSpread: _linear_diagonal,
     Factors: linear_factors,
     Tangents: linear_tangents,
 }
 """Structure -> (layer, mean of the input, its noise, settings) -> the spread of a random linear layer's output."""
 
 _LORA_RULES: dict[type, Callable[..., Any]] = {
-    Diagonal: _lora_diagonal,
+    DiagonalSpread: _lora_diagonal,
     Factors: lora_factors,
     Tangents: lora_tangents,
 }
@@ -228,15 +232,15 @@ def _through(module: Any, x: Any, rules: Rules) -> Any:
     if spread is None:
         return forward(module, x)
     mean = mean_of(x)
-    return Moments.of(forward(module, mean), rules[type(spread)](module, mean, spread))
+    return GaussianTensor.of(forward(module, mean), rules[type(spread)](module, mean, spread))
 
 
 def _factors(module: Any, mean: Tensor, spread: Factors) -> Any:
     """One operation for all columns, by the module's own forward."""
-    return spread.after(lambda value: type(module).forward(module, value), (Moments.of(mean, spread),), {}, None)
+    return spread.after(lambda value: type(module).forward(module, value), (GaussianTensor.of(mean, spread),), {}, None)
 
 
-def _conv1d_diagonal(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
+def _conv1d_diagonal(module: Any, mean: Tensor, spread: DiagonalSpread) -> DiagonalSpread:
     weight = module.weight.detach().to(spread.variance.dtype).mT
     return spread.new(spread.variance @ weight.square().mT, spread.features, LinearSource(weight, spread.variance))
 
@@ -245,7 +249,7 @@ def _conv1d_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
     return spread.new(Later(lambda choose: spread.at(choose).moved), Outer(module.weight.detach().mT))
 
 
-def _rms_norm_diagonal(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
+def _rms_norm_diagonal(module: Any, mean: Tensor, spread: DiagonalSpread) -> DiagonalSpread:
     eps = _eps_of(module)
     wide = mean.to(spread.variance.dtype)
     gain = gain_of(module, eps, mean).to(wide.dtype)
@@ -257,7 +261,7 @@ def _rms_norm_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
     return spread.by_norm(mean, gain_of(module, eps, mean), eps, centred=False)
 
 
-def _activation_diagonal(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
+def _activation_diagonal(module: Any, mean: Tensor, spread: DiagonalSpread) -> DiagonalSpread:
     rate = slope(lambda x: type(module).forward(module, x), mean)
     return spread.new(spread.variance * rate.to(spread.variance.dtype).square(), spread.features)
 
@@ -266,9 +270,9 @@ def _activation_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangent
     return spread.by_element(lambda value: type(module).forward(module, value), mean)
 
 
-_CONV1D: Rules = {Diagonal: _conv1d_diagonal, Factors: _factors, Tangents: _conv1d_tangents}
-_FAMILY_RMS_NORM: Rules = {Diagonal: _rms_norm_diagonal, Factors: _factors, Tangents: _rms_norm_tangents}
-_ACTIVATION: Rules = {Diagonal: _activation_diagonal, Factors: _factors, Tangents: _activation_tangents}
+_CONV1D: Rules = {DiagonalSpread: _conv1d_diagonal, Factors: _factors, Tangents: _conv1d_tangents}
+_FAMILY_RMS_NORM: Rules = {DiagonalSpread: _rms_norm_diagonal, Factors: _factors, Tangents: _rms_norm_tangents}
+_ACTIVATION: Rules = {DiagonalSpread: _activation_diagonal, Factors: _factors, Tangents: _activation_tangents}
 
 
 def _eps_of(module: Any) -> float:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_bayes.models.single_pass.moments import NoRule, moments_in, spread_of
+from hf_bayes.models.single_pass.gaussian_tensor import NoRule, gaussian_tensors_in, spread_of
 
 RESHAPES = (
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten, Tensor.clone,
@@ -56,7 +56,7 @@ def certain_weight(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 def num_uncertain(args: Any) -> int:
     """Return the number of Gaussian tensors among arguments."""
-    return sum(1 for _ in moments_in(args))
+    return sum(1 for _ in gaussian_tensors_in(args))
 
 
 def is_one_number(factor: Any) -> bool:

@@ -19,7 +19,7 @@ from hf_bayes.models.input_predictors import member_outputs
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING_OF_WORDS, rank_for
 from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
-from hf_bayes.models.single_pass.moments import Moments
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor
 from hf_bayes.models.single_pass.vocabulary import GaussianWords, word_prediction
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Categorical, widened
@@ -145,7 +145,7 @@ class SinglePassPredictor:
 def _logits(model: BayesianModel, one: SinglePass, inputs: dict[str, Any]) -> Any:
     with one.open():
         logits = model.members.forward(inputs).logits
-    if not isinstance(logits, Moments):
+    if not isinstance(logits, GaussianTensor):
         raise ValueError("the random parameters do not reach the outputs in a single pass: predict by members")
     return logits
 
@@ -251,6 +251,6 @@ class SinglePassTokens:
 
     def _logits(self, states: HiddenStates, positions: Tensor) -> Iterator[tuple[Tensor, Any]]:
         for index, logits in self.causal.logits(self.mean, states, positions):
-            if not isinstance(logits, Moments):
+            if not isinstance(logits, GaussianTensor):
                 raise ValueError("the random parameters do not reach the logits in a single pass: predict by members")
             yield index, logits[0]

@@ -20,7 +20,7 @@ from hf_bayes.models.single_pass.driver import (
     random_modules,
     settings_of,
 )
-from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, mean_of
 
 LAYERS = (
     nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU,
@@ -71,7 +71,7 @@ def sequential_outputs(
         for _, module in each:
             own = random.get(id(module))
             hidden = module(hidden) if own is None else random_forward(own, settings)(hidden)
-    assert isinstance(hidden, Moments)
+    assert isinstance(hidden, GaussianTensor)
     return mean_of(hidden), hidden.spread.covariance()
 
 

@@ -27,8 +27,15 @@ from torch import Tensor
 
 from hf_bayes.models.single_pass import attention
 from hf_bayes.models.single_pass.factors import pushed
+from hf_bayes.models.single_pass.gaussian_tensor import (
+    NoRule,
+    for_each_tensor,
+    gaussian_tensors_in,
+    mean_of,
+    name_of,
+    spread_of,
+)
 from hf_bayes.models.single_pass.later import Choose, Later, everything, rows_of
-from hf_bayes.models.single_pass.moments import NoRule, for_each_tensor, mean_of, moments_in, name_of, spread_of
 from hf_bayes.models.single_pass.operations import (
     ACTIVATIONS,
     ARRANGEMENTS,
@@ -257,7 +264,7 @@ def _beside(value: Any, result: Tensor) -> Tensor:
 
 def _pushed(function: Any, args: Any, kwargs: Any) -> Any:
     """Return the columns and the drift by forward-mode differentiation."""
-    return pushed(function, args, kwargs, [x.spread.moved for x in moments_in((args, kwargs))])
+    return pushed(function, args, kwargs, [x.spread.moved for x in gaussian_tensors_in((args, kwargs))])
 
 
 @_rule(F.linear)

@@ -8,7 +8,7 @@ from hf_bayes.chains.sampling import SampleResult, sample
 from hf_bayes.core.rng import generator
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import dense
-from hf_bayes.methods.averaging.swag import Moments, SWAGConfig
+from hf_bayes.methods.averaging.swag import IterateMoments, SWAGConfig
 from hf_bayes.methods.registry import build
 from tests.methods.averaging.regression import BATCHES, CHAINS, DIM, RATE, START, N, energy, torch_sgd
 from tests.methods.conformance import problem
@@ -75,7 +75,7 @@ def test_the_draws_of_any_method_can_be_fitted() -> None:
 
 def test_small_variances_keep_their_digits_in_float32() -> None:
     draws = 1 + 1e-4 * torch.randn(500, DIM, generator=generator("small"))
-    moments = Moments.none(draws[:1], 2)
+    moments = IterateMoments.none(draws[:1], 2)
     for count, draw in enumerate(draws.split(1), start=1):
         moments = moments.collect(draw, count)
     exact = draws.double().var(0, correction=0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.models.single_pass import drawn, tangents
-from hf_bayes.models.single_pass.moments import mean_of
+from hf_bayes.models.single_pass.gaussian_tensor import mean_of
 from hf_bayes.models.single_pass.wide_norms import norm_columns
 from scripts.reproduce.small_models import FAMILIES, attached
 from tests.models.single_pass.test_driver import run

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.models.single_pass.diagonal import Diagonal
-from hf_bayes.models.single_pass.moments import Moments
+from hf_bayes.models.single_pass.diagonal import DiagonalSpread
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor
 from hf_bayes.models.single_pass.token_correlation import NUM_FEATURES
 from tests.models.single_pass.cases import normal
 
@@ -39,7 +39,7 @@ RULES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", RULES)
 def test_rule_is_the_jacobian_of_independent_elements(name: str) -> None:
     function = RULES[name]
-    found = function(Moments.of(MEAN.clone(), Diagonal(VARIANCE)))
+    found = function(GaussianTensor.of(MEAN.clone(), DiagonalSpread(VARIANCE)))
     jacobian = torch.func.jacrev(function)(MEAN)
     expected = (jacobian.square() * VARIANCE).sum((-3, -2, -1))
     assert torch.equal(torch.Tensor(found), torch.Tensor(function(MEAN)))
@@ -48,7 +48,7 @@ def test_rule_is_the_jacobian_of_independent_elements(name: str) -> None:
 
 
 def test_outputs_keep_the_covariance_between_them() -> None:
-    x = Moments.of(MEAN.clone(), Diagonal(VARIANCE))
+    x = GaussianTensor.of(MEAN.clone(), DiagonalSpread(VARIANCE))
     logits = nn.functional.linear(x, WEIGHT)[torch.arange(2), torch.tensor([0, 2])].float()
     expected = (WEIGHT * VARIANCE[torch.arange(2), torch.tensor([0, 2])][:, None]) @ WEIGHT.mT
     assert (logits.spread.source.covariance() - expected).abs().max() < 1e-12  # type: ignore[attr-defined]
@@ -58,8 +58,8 @@ def test_outputs_keep_the_covariance_between_them() -> None:
 def test_pooled_tokens_are_correlated_by_their_features() -> None:
     features = torch.zeros(2, 3, NUM_FEATURES, dtype=MEAN.dtype)
     features[..., 0] = 1
-    x = Moments.of(MEAN.clone(), Diagonal(VARIANCE, features))
-    equal, independent = x.mean(1), Moments.of(MEAN.clone(), Diagonal(VARIANCE)).mean(1)
+    x = GaussianTensor.of(MEAN.clone(), DiagonalSpread(VARIANCE, features))
+    equal, independent = x.mean(1), GaussianTensor.of(MEAN.clone(), DiagonalSpread(VARIANCE)).mean(1)
     expected = VARIANCE.sqrt().mean(1).square()
     assert (equal.spread.variance - expected).abs().max() < 1e-12  # type: ignore[attr-defined]
     assert bool((independent.spread.variance < expected).all())  # type: ignore[attr-defined]

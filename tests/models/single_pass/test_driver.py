@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_bayes.distributions.covariance import Diagonal
 from hf_bayes.models.single_pass.driver import STRUCTURES, SinglePass, checking_variances, is_sound, naming_modules
-from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, mean_of
 from scripts.reproduce.small_models import FAMILIES, attached, member_moments
 from tests.models.single_pass.cases import DOUBLE
 from tests.tiny_models import inputs_of, tiny_bert
@@ -108,7 +108,7 @@ def test_unknown_settings_are_refused() -> None:
 class _Sorted(nn.Module):
     """A module whose operation has no rule."""
 
-    def forward(self, x: Moments) -> torch.Tensor:
+    def forward(self, x: GaussianTensor) -> torch.Tensor:
         return x.sort(-1).values
 
 

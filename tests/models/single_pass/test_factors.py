@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from hf_bayes.models.single_pass.factors import Factors, NoiseSources, added_noise, linear_factors, lora_factors
-from hf_bayes.models.single_pass.moments import Moments
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor
 from tests.models.single_pass.cases import covariance_matrix, normal
 
 MEAN, ROOTS = normal(2, 3, 4), normal(5, 2, 3, 4, seed=1)
 
 
 def gaussian() -> Any:
-    return Moments.of(MEAN.clone(), Factors(ROOTS, NoiseSources()))
+    return GaussianTensor.of(MEAN.clone(), Factors(ROOTS, NoiseSources()))
 
 
 def test_a_branch_and_its_skip_connection_are_correlated() -> None:

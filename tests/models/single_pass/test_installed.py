@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hf_bayes.models.single_pass.driver import SinglePass
+from hf_bayes.models.single_pass.gaussian_tensor import mean_of
 from hf_bayes.models.single_pass.installed import frozen_forward
-from hf_bayes.models.single_pass.moments import mean_of
 from scripts.reproduce.small_models import attached
 from tests.models.single_pass.cases import DOUBLE
 from tests.tiny_models import batch, tiny_bert, tiny_gpt2, with_lora

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor
 from hf_bayes.models.single_pass.later import Choose, Later, everything
-from hf_bayes.models.single_pass.moments import Moments
 from hf_bayes.models.single_pass.tangents import Tangents
 from scripts.reproduce.small_models import attached
 from tests.models.single_pass.cases import normal
@@ -32,7 +32,7 @@ class Counted:
 def behind(made: Counted) -> Any:
     """The output of a block of linear layers, norms, activations and a skip connection."""
     torch.manual_seed(0)
-    x = Moments.of(normal(2, 5, 4, seed=1), Tangents(Later(made)))
+    x = GaussianTensor.of(normal(2, 5, 4, seed=1), Tangents(Later(made)))
     layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4)).double().requires_grad_(False)
     return layers(x) + x
 
@@ -67,7 +67,7 @@ def test_the_last_block_of_a_classifier_runs_on_one_token() -> None:
     linear = nn.functional.linear
 
     def counting(x: Any, weight: Any, *rest: Any) -> Any:
-        sizes.append((x[..., 0].numel(), weight.shape[0])) if not isinstance(x, Moments) else None
+        sizes.append((x[..., 0].numel(), weight.shape[0])) if not isinstance(x, GaussianTensor) else None
         return linear(x, weight, *rest)
 
     nn.functional.linear = counting

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.models.single_pass.diagonal import Diagonal
-from hf_bayes.models.single_pass.moments import Moments, NoRule
+from hf_bayes.models.single_pass.diagonal import DiagonalSpread
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, NoRule
 from hf_bayes.models.single_pass.operations import (
     ARRANGEMENTS,
     RESHAPES,
@@ -18,8 +18,8 @@ from hf_bayes.models.single_pass.operations import (
 from tests.models.single_pass.cases import normal
 
 
-def moments(*shape: int) -> Moments:
-    return Moments.of(normal(*shape), Diagonal(normal(*shape, seed=1).square()))
+def moments(*shape: int) -> GaussianTensor:
+    return GaussianTensor.of(normal(*shape), DiagonalSpread(normal(*shape, seed=1).square()))
 
 
 def test_an_uncertain_weight_is_refused() -> None:

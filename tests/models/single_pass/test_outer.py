@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.models.single_pass.moments import Moments
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor
 from hf_bayes.models.single_pass.outer import Outer, drawn_products
 from hf_bayes.models.single_pass.second_order import with_drift
 from hf_bayes.models.single_pass.sources import LinearSource
@@ -27,7 +27,7 @@ def outputs() -> Any:
     law = weight_law(normal(OUT, IN, seed=2), normal(OUT), parts["weight"], parts["bias"])
     drawn = layout.unflatten(covariance.root(normal(COUNT, layout.dim, seed=3)) / COUNT**0.5)
     outer = Outer(law.mean, LinearSource(law.mean, None, X, law, 2.0), (drawn["weight"], drawn["bias"]))
-    return Moments.of(normal(2, 3, OUT), Tangents(None, outer)), Tangents(with_drift(COLUMNS, DRIFT), outer)
+    return GaussianTensor.of(normal(2, 3, OUT), Tangents(None, outer)), Tangents(with_drift(COLUMNS, DRIFT), outer)
 
 
 def test_draws_have_the_exact_variance() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
+from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, NoRule, mean_of
 from hf_bayes.models.single_pass.second_order import with_drift
 from hf_bayes.models.single_pass.tangents import Tangents
 from tests.models.single_pass.cases import normal
@@ -40,7 +40,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
 
 
 def gaussian() -> Any:
-    return Moments.of(MEAN.clone(), Tangents(with_drift(COLUMNS)))
+    return GaussianTensor.of(MEAN.clone(), Tangents(with_drift(COLUMNS)))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -74,7 +74,7 @@ def test_attention_is_linearised_in_all_three(deterministic: bool) -> None:
     means = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     columns = [NARROW * normal(2, *shape, seed=seed + 9) for seed, shape in enumerate(shapes)]
     spreads = [Tangents(with_drift(column), None, deterministic) for column in columns]
-    inputs = [Moments.of(mean.clone(), spread) for mean, spread in zip(means, spreads, strict=True)]
+    inputs = [GaussianTensor.of(mean.clone(), spread) for mean, spread in zip(means, spreads, strict=True)]
     found = attend(*inputs).spread.roots
 
     def plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

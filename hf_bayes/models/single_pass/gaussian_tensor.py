@@ -1,8 +1,9 @@
 """A tensor that is Gaussian: its values are the mean, and ``spread`` is its covariance.
 
-``Moments`` goes through a model's own code in place of an ordinary tensor. torch calls ``__torch_function__`` for every
-operation on it. The mean is the result of the same operation on ordinary tensors. So a posterior without variance gives
-the model's own outputs, bit for bit. The spread comes from the rule that its structure has for the operation.
+``GaussianTensor`` goes through a model's own code in place of an ordinary tensor. torch calls ``__torch_function__``
+for every operation on it. The mean is the result of the same operation on ordinary tensors. So a posterior without
+variance gives the model's own outputs, bit for bit. The spread comes from the rule that its structure has for the
+operation.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Spread(Protocol):
 
         Args:
             function: the operation of torch.
-            args, kwargs: its arguments, in which Gaussian tensors are ``Moments``.
+            args, kwargs: its arguments, some of them Gaussian tensors.
             result: its result for the means.
         Raises:
             NoRule: if the structure has no rule for the operation.
@@ -51,7 +52,7 @@ class Spread(Protocol):
         ...
 
 
-class Moments(Tensor):
+class GaussianTensor(Tensor):
     """A Gaussian tensor.
 
     Attributes:
@@ -61,9 +62,9 @@ class Moments(Tensor):
     spread: Any
 
     @staticmethod
-    def of(mean: Tensor, spread: Spread) -> Moments:
+    def of(mean: Tensor, spread: Spread) -> GaussianTensor:
         """Return a tensor with this mean and spread."""
-        found: Moments = mean.as_subclass(Moments)  # type: ignore[arg-type]
+        found: GaussianTensor = mean.as_subclass(GaussianTensor)  # type: ignore[arg-type]
         found.spread = spread
         return found
 
@@ -76,11 +77,11 @@ class Moments(Tensor):
             result = func(*replaced(args, mean_of), **replaced(kwargs, mean_of))
             if func in _NOISELESS or not _is_floating(result):
                 return result
-            spread = next(moments_in((args, kwargs))).spread.after(func, args, kwargs, result)
+            spread = next(gaussian_tensors_in((args, kwargs))).spread.after(func, args, kwargs, result)
         if isinstance(result, Tensor):
-            return result if spread is None else Moments.of(result, spread)
+            return result if spread is None else GaussianTensor.of(result, spread)
         pairs = zip(result, spread, strict=True)
-        return type(result)(each if own is None else Moments.of(each, own) for each, own in pairs)
+        return type(result)(each if own is None else GaussianTensor.of(each, own) for each, own in pairs)
 
 
 _NOISELESS = {
@@ -110,12 +111,12 @@ _IN_PLACE = {
 
 def mean_of(value: Any) -> Any:
     """Return the mean of a Gaussian tensor, and other values unchanged."""
-    return value.as_subclass(Tensor) if isinstance(value, Moments) else value
+    return value.as_subclass(Tensor) if isinstance(value, GaussianTensor) else value
 
 
 def spread_of(value: Any) -> Any:
     """Return the spread of a Gaussian tensor; None for other values, which have no noise."""
-    return value.spread if isinstance(value, Moments) else None
+    return value.spread if isinstance(value, GaussianTensor) else None
 
 
 def name_of(function: Any) -> str:
@@ -126,22 +127,22 @@ def name_of(function: Any) -> str:
 # -- the arguments and the results of an operation ---------------------------------------------------------------------
 
 
-def moments_in(value: Any) -> Iterator[Any]:
+def gaussian_tensors_in(value: Any) -> Iterator[Any]:
     """Yield the Gaussian tensors among nested arguments, in order."""
     match value:
-        case Moments():
+        case GaussianTensor():
             yield value
         case dict():
-            yield from moments_in(tuple(value.values()))
+            yield from gaussian_tensors_in(tuple(value.values()))
         case tuple() | list():
             for item in value:
-                yield from moments_in(item)
+                yield from gaussian_tensors_in(item)
 
 
-def replaced(value: Any, change: Callable[[Moments], Any]) -> Any:
+def replaced(value: Any, change: Callable[[GaussianTensor], Any]) -> Any:
     """Return nested arguments with ``change`` of each Gaussian tensor in its place; it is called in order."""
     match value:
-        case Moments():
+        case GaussianTensor():
             return change(value)
         case dict():
             return {name: replaced(item, change) for name, item in value.items()}

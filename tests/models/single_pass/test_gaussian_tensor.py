@@ -6,20 +6,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.models.single_pass.diagonal import Diagonal
-from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, moments_in, replaced, spread_of
+from hf_bayes.models.single_pass.diagonal import DiagonalSpread
+from hf_bayes.models.single_pass.gaussian_tensor import (
+    GaussianTensor,
+    NoRule,
+    gaussian_tensors_in,
+    mean_of,
+    replaced,
+    spread_of,
+)
 from tests.models.single_pass.cases import normal
 
 
-def moments(*shape: int) -> Moments:
-    return Moments.of(normal(*shape), Diagonal(normal(*shape, seed=1).square()))
+def moments(*shape: int) -> GaussianTensor:
+    return GaussianTensor.of(normal(*shape), DiagonalSpread(normal(*shape, seed=1).square()))
 
 
 def test_mean_is_the_result_on_ordinary_tensors() -> None:
     x = moments(2, 3)
     assert torch.equal(mean_of(torch.tanh(x) * 2), normal(2, 3).tanh() * 2)
     assert type(mean_of(x)) is Tensor
-    assert type(x) is Moments
+    assert type(x) is GaussianTensor
 
 
 def test_shapes_and_comparisons_are_ordinary() -> None:
@@ -47,7 +54,7 @@ def test_unknown_operations_are_refused_by_name() -> None:
 def test_gaussian_tensors_are_found_and_replaced_in_order() -> None:
     first, second = moments(2), moments(3)
     nested = ([first, 1.0], {"other": (second, None)})
-    assert [id(x) for x in moments_in(nested)] == [id(first), id(second)]
+    assert [id(x) for x in gaussian_tensors_in(nested)] == [id(first), id(second)]
     places = iter("ab")
     assert replaced(nested, lambda _: next(places)) == (["a", 1.0], {"other": ("b", None)})
 
