@@ -72,5 +72,11 @@ RECOMMENDED = (
     Fault("windows: the model's context is not looked at", "cli/token_windows.py",
           "return default if longest is None else min(default, longest)", "return default",
           ("cli/test_token_windows.py::test_a_window_is_no_longer_than_the_context",)),
+    Fault("no method: a rate that a script keeps is not that of the warm start", "training/own_choices.py",
+          "found = replace(found, warm_start_learning_rate=rate)", "pass",
+          ("training/test_own_choices.py::test_a_rate_without_a_method_is_that_of_adamw",)),
+    Fault("a run that is refused leaves its likelihood behind", "training/setup.py",
+          '"other_reference", "likelihood")', '"other_reference")',
+          ("training/test_setup.py::test_a_refused_second_run_leaves_the_first_as_it_was",)),
 )
 # fmt: on

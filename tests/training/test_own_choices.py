@@ -344,16 +344,21 @@ def test_without_a_method_a_short_run_trains_an_ensemble(tmp_path: Path, caplog:
 
 def test_a_rate_without_a_method_is_that_of_adamw(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A script for plain fine-tuning keeps its learning rate, and the sampler still finds its own step size."""
-    args = runs.arguments(tmp_path, learning_rate=0.02, max_steps=120)
+    saves = {"save_strategy": "steps", "save_steps": 80}
+    args = runs.arguments(tmp_path, learning_rate=0.02, max_steps=120, **saves)
     rows = {"train_dataset": runs.token_rows(16), "eval_dataset": runs.token_rows(40, seed=1)}
     sets = {name: Dataset.from_list(part) for name, part in rows.items()}
-    run = BayesianTrainer(with_lora(tiny_llama()), args=args, data_collator=default_data_collator, **sets)
+    given = {"args": args, "data_collator": default_data_collator, **sets}
+    run = BayesianTrainer(with_lora(tiny_llama()), **given)
     run.train()
     assert "; learning_rate=0.02 is that of its warm start by AdamW" in caplog.text
     assert args.learning_rate == 0.02
     assert run.adamw_learning_rate == run.method.warm_start_learning_rate == 0.02
     assert run.method.num_warm_start_steps == 60
     assert bool((run.run.state.step_size > 0).all())
+    again = BayesianTrainer(with_lora(tiny_llama()), **given)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-80"))
+    assert all(torch.equal(a, b) for a, b in zip(run.run.draws, again.run.draws, strict=True))
 
 
 def test_a_rate_without_a_method_is_that_of_an_ensemble(tmp_path: Path) -> None:
