@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, default_data_collator
 
+from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.training.active_run import ActiveRun
@@ -98,6 +100,14 @@ def equal(a: Any, b: Any) -> bool:
     """Return whether two approximations hold the same bits."""
     tensors = [[x.means, x.stds] if isinstance(x, Gaussian) else [x.theta, x.chain] for x in (a, b)]
     return type(a) is type(b) and all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+
+
+def origin(trainer: BayesianTrainer) -> Tensor:
+    """[M, d], where the chains of this process start."""
+    setup = trainer.setup
+    return initial_members(
+        setup.model.layout, setup.start, setup.method, seed=trainer.args.seed, chains=setup.mesh.chains
+    )
 
 
 def started(trainer: BayesianTrainer) -> ActiveRun:

@@ -105,7 +105,7 @@ def test_a_bfloat16_base_keeps_its_chains_in_float32(tmp_path):
     trainer = run(tmp_path, model=with_lora(tiny_llama(dtype=torch.bfloat16)), learning_rate=1e-5, max_steps=2)
     assert trainer.bayesian.theta.dtype == torch.float32
     assert all(draw.dtype == torch.float32 for draw in trainer.run.draws)
-    assert float((trainer.run.draws[-1] == trainer.setup.origin).double().mean()) < 1e-2
+    assert float((trainer.run.draws[-1] == runs.origin(trainer)).double().mean()) < 1e-2
 
 
 def test_padding_enters_neither_num_data_nor_the_loss(tmp_path):

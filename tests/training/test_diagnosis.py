@@ -180,7 +180,7 @@ def test_parts_of_a_micro_batch_add_up_to_its_gradient(
     groups = 1 if objective.shared else 3
     chosen = (torch.arange(5).repeat(groups) >= 1).nonzero()[:, 0]
     second = trainer.bayesian.take_rows(wholes[0][1], chosen)
-    theta, chunks = trainer.monitor.origin, [one.members for one in firsts]
+    theta, chunks = runs.origin(trainer), [one.members for one in firsts]
     trainer.bayesian.train()
     rests = passes(objective, theta, second, gradient=True, step=0, micro=1, chunks=chunks)
     for (whole, _), first, rest in zip(wholes, firsts, rests, strict=True):

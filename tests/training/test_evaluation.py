@@ -94,7 +94,7 @@ def test_metrics_of_a_language_model_weigh_every_token_alike(tmp_path, batch_siz
     rows = masked_rows()
     trainer = causal_lm(tmp_path, per_device_eval_batch_size=batch_size)
     found = trainer.evaluate()
-    log_probs = member_log_probs(trainer, lambda: with_lora(tiny_llama()), rows, trainer.setup.origin)
+    log_probs = member_log_probs(trainer, lambda: with_lora(tiny_llama()), rows, runs.origin(trainer))
     labels = torch.tensor([label for row in rows for label in row["labels"][1:] if label != -100])
     expected = brute_force(log_probs, labels)
     # float32 logits; epistemic is a difference
@@ -149,7 +149,7 @@ def test_metrics_of_a_classifier_are_those_of_its_examples(tmp_path, batch_size)
     trainer = classifier(tmp_path, per_device_eval_batch_size=batch_size)
     found = trainer.evaluate()
     rows = runs.label_rows(7, seed=3)
-    log_probs = member_log_probs(trainer, tiny_bert, rows, trainer.setup.origin)[..., :]
+    log_probs = member_log_probs(trainer, tiny_bert, rows, runs.origin(trainer))[..., :]
     expected = brute_force(log_probs.view(3, 7, -1), torch.tensor([row["label"] for row in rows]))
     assert {name: found[f"eval_{name}"] for name in METRICS} == pytest.approx(expected, rel=2e-5, abs=2e-6)
     assert "eval_perplexity" not in found
@@ -198,7 +198,7 @@ def test_predict_returns_the_mixtures_log_probabilities(tmp_path, prefix):
     trainer = classifier(tmp_path)
     rows = runs.label_rows(7, seed=3)
     output = trainer.predict(Dataset.from_list(rows), metric_key_prefix=prefix)
-    log_probs = member_log_probs(trainer, tiny_bert, rows, trainer.setup.origin).view(3, 7, -1)
+    log_probs = member_log_probs(trainer, tiny_bert, rows, runs.origin(trainer)).view(3, 7, -1)
     expected = log_probs.exp().mean(0).log().numpy()
     np.testing.assert_allclose(output.predictions, expected, atol=1e-5)
     assert output.metrics[f"{prefix}_nll"] == pytest.approx(trainer.evaluate()["eval_nll"])
@@ -268,8 +268,8 @@ def test_evaluation_shows_chains_first_and_the_posterior_after(tmp_path):
     after = trainer.evaluate()["eval_nll"]
     # before training, at its start, after updates 2, 4 and 6, at the end
     assert [len(theta) for theta in watch.shown] == [3, 3, 3, 3, 3, 6]
-    assert torch.equal(watch.shown[0], trainer.setup.origin)
-    assert torch.equal(watch.shown[1], trainer.setup.origin)
+    assert torch.equal(watch.shown[0], runs.origin(trainer))
+    assert torch.equal(watch.shown[1], runs.origin(trainer))
     assert torch.equal(watch.shown[4], trainer.run.draws[-1])
     assert torch.equal(watch.shown[5], trainer.posterior.sample(None))
     assert before != after

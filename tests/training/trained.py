@@ -27,7 +27,7 @@ class Still(NamedTuple):
 def full_data(build: Any, trainer: BayesianTrainer, rows: list[dict]) -> Evaluation:
     """Log-likelihood of all rows and its gradient for every chain, by a plain model for each."""
     layout, values, grads = trainer.bayesian.layout, [], []
-    for theta in trainer.setup.origin:
+    for theta in runs.origin(trainer):
         model = build()
         parameters = dict(model.named_parameters())
         for name, value in layout.unflatten(theta).items():
