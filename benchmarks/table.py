@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def block(name: str) -> str:
 
 
 def replaced(document: str, name: str, text: str) -> str:
-    """``document`` with ``text`` between the markers of a table.
+    """``document`` with ``text`` between the markers of a table, its long lines wrapped.
 
     Raises:
         ValueError: if a marker is missing.
@@ -80,7 +81,19 @@ def replaced(document: str, name: str, text: str) -> str:
     if begin not in document or end not in document:
         raise ValueError(f"the document has lost its markers {begin} and {end}: put them back")
     before, rest = document.split(begin, 1)
-    return f"{before}{begin}\n{text}\n{end}{rest.split(end, 1)[1]}"
+    return f"{before}{begin}\n{wrapped(text)}\n{end}{rest.split(end, 1)[1]}"
+
+
+def wrapped(text: str, width: int = 100) -> str:
+    """Return Markdown text with no line longer than ``width``, except rows of tables and lines of one word."""
+    return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    if line.startswith("|") or len(line) <= width:
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def markers(name: str) -> tuple[str, str]:

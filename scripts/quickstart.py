@@ -1,4 +1,4 @@
-"""Train a small model and posteriors over it in four minutes on two cores, without a network: from text to uncertainty.
+"""Train a small model and posteriors over it in six minutes on two cores, without a network: from text to uncertainty.
 
     python scripts/quickstart.py
 
@@ -53,8 +53,8 @@ from hf_bayes import (
     to_html,
 )
 from hf_bayes.cli.commands.evaluate import measure, write
-from hf_bayes.cli.evaluate_windows import WINDOW_CASE, WindowArguments
-from hf_bayes.cli.evaluation import TEST, Target
+from hf_bayes.cli.evaluation.case import TEST, Target
+from hf_bayes.cli.evaluation.windows import WINDOW_CASE, WindowArguments
 from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.cli.progress import one_bar, without_messages
 from hf_bayes.cli.quiet import hidden_bars, quiet_libraries

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_bayes.uncertainty.custom import registry
+
 PACKAGE = Path(__file__).parents[1] / "hf_bayes"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -21,8 +23,15 @@ def module_of(path: Path) -> str:
 MODULES = sorted(module_of(path) for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text("utf-8"))
 
 
-def test_the_package_shows_an_example() -> None:
-    assert "hf_bayes" in MODULES
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget a likelihood that an example registers, and keep the files of metrics out of the user's cache."""
+    monkeypatch.setattr(registry, "LIKELIHOODS", dict(registry.LIKELIHOODS))
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", str(tmp_path))
+
+
+def test_the_package_shows_its_examples() -> None:
+    assert {"hf_bayes", "hf_bayes.metrics.evaluate_metrics", "hf_bayes.uncertainty.custom.base"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)

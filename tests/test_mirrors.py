@@ -10,10 +10,7 @@ TYPES = "protocols and types without behaviour of their own"
 WITHOUT = {
     "chains/objective.py": TYPES,
     "cli/command.py": TYPES,
-    "core/types.py": TYPES,
     "methods/laplace/pass_result.py": TYPES,
-    "objectives/passes.py": TYPES,
-    "training/session.py": "the order of steps before a run: every test of the trainer passes through it",
 }
 """The modules without a file of tests, each with the reason."""
 

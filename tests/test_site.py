@@ -41,6 +41,21 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert sorted(names) == sorted(hf_bayes.__all__)
 
 
+def long_lines(text: str, width: int = 100) -> list[str]:
+    """Return the lines of a page that are too long; rows of tables, and a URL alone on its line, may be longer."""
+    lines = [line for line in text.splitlines() if len(line) > width]
+    return [line for line in lines if not re.fullmatch(r"\s*(\|.*|<?https?://\S+)", line)]
+
+
+def test_lines_of_pages_have_at_most_100_characters() -> None:
+    assert {page.name: found for page in DOCS.rglob("*.md") if (found := long_lines(page.read_text("utf-8")))} == {}
+    words = "word " * 20 + "longer"  # the broken twin
+    assert long_lines(f"{words}\n| {words} |\nhttps://{'long' * 30}\n{'x' * 100}\nSee https://{'long' * 30}") == [
+        words,
+        f"See https://{'long' * 30}",
+    ]
+
+
 @pytest.mark.parametrize(
     ("page", "text", "expected"),
     [

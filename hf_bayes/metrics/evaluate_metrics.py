@@ -13,9 +13,14 @@ configuration share their inputs, so they can be combined:
   (RiskCoverage). RiskCoverage also takes ``"classification"`` (uncertainty 1 - confidence, loss 0/1) and ``"tokens"``
   (the same from ``confidence, correct``).
 
-    metrics = evaluate.combine([NLL("tokens"), ECE("tokens"), Brier("tokens")])
-    metrics.add_batch(**per_row_statistics(log_probs, labels))
-    metrics.compute()        # {"nll": ..., "ece": ..., "brier": ...}
+>>> import evaluate, torch
+>>> from hf_bayes.metrics import ECE, NLL, Brier, per_row_statistics
+>>> log_probs = torch.tensor([[0.9, 0.1], [0.6, 0.4]]).log()  # [N, C], of N tokens
+>>> labels = torch.tensor([0, 1])
+>>> metrics = evaluate.combine([NLL("tokens"), ECE("tokens"), Brier("tokens")])
+>>> metrics.add_batch(**per_row_statistics(log_probs, labels))
+>>> {name: round(value, 3) for name, value in metrics.compute().items()}
+{'nll': 0.511, 'ece': 0.35, 'brier': 0.37}
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Statistics of LM-Polygraph (``lm_polygraph``) from the members of a posterior, so that its estimators run on them.
 
-An estimator of LM-Polygraph is a function of a dictionary of statistics::
+An estimator of LM-Polygraph is a function of a dictionary of statistics. This example needs the package
+``lm-polygraph``::
 
     from lm_polygraph.estimators import PETmi, MaximumSequenceProbability
     stats = polygraph_stats(generate, prompts, answers)

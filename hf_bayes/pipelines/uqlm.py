@@ -1,6 +1,7 @@
 """Log-probabilities of answers in the form of UQLM (``uqlm``), so that its white-box scorers run on a posterior.
 
-A result of UQLM is a list of {"token", "logprob"} for each answer::
+A result of UQLM is a list of {"token", "logprob"} for each answer. The first and the last line of this example need the
+package ``uqlm``::
 
     from uqlm import WhiteBoxUQ
     results = logprobs_results(generate, prompts, answers)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.table import wrapped
+
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- table: make reliability -->\n", "<!-- end of table -->"
 
@@ -235,7 +237,7 @@ def table(results: dict[str, Any]) -> str:
 def rendered(document: str, results: dict[str, Any]) -> str:
     """Return the document with the table between its markers."""
     head, rest = document.split(BEGIN)
-    return head + BEGIN + table(results) + END + rest.split(END)[1]
+    return head + BEGIN + wrapped(table(results)) + END + rest.split(END)[1]
 
 
 def main() -> None:

@@ -26,13 +26,6 @@ def test_resume_may_change_the_micro_batch_size(tmp_path):
     torch.testing.assert_close(resumed.posterior.sample(None), whole.posterior.sample(None), rtol=0, atol=1e-4)
 
 
-def test_nothing_to_resume_is_said(tmp_path):
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        run(tmp_path).train(resume_from_checkpoint=True)
-    with pytest.raises(FileNotFoundError, match="checkpoint-77"):
-        run(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-77"))
-
-
 TWO = {"num_chains": 2, "draws_per_chain": 2}
 
 OTHERS = {
@@ -97,16 +90,6 @@ def test_a_given_rate_for_a_found_one_is_said(tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert "has found" not in str(caught.value)
     assert "num_chains" not in str(caught.value)
-
-
-def test_a_run_is_announced_only_after_its_checkpoint_is_checked(directory, caplog):
-    caplog.set_level("INFO", logger="hf_bayes")
-    other = run(directory, seed=1)
-    with pytest.raises(ValueError, match="belongs to another run"):
-        other.train(resume_from_checkpoint=True)
-    assert "likelihood terms" not in caplog.text
-    run(directory).train(resume_from_checkpoint=True)
-    assert "likelihood terms" in caplog.text
 
 
 def test_a_refused_resume_keeps_the_run_before_it(tmp_path):

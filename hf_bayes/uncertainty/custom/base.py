@@ -2,17 +2,23 @@
 
 A likelihood is a frozen dataclass. Its fields are its settings, and are saved with a posterior as JSON under ``name``.
 
-    @register_likelihood
-    @dataclass(frozen=True)
-    class DoubleExponential(CustomLikelihood):
-        name: ClassVar[str] = "double_exponential"
-        scale: float = 1.0
-
-        def log_prob(self, outputs, labels):
-            return -(labels - outputs[..., 0]).abs() / self.scale - math.log(2 * self.scale)
-
-        def predict(self, outputs):
-            return Moments(outputs, torch.full_like(outputs, 2 * self.scale**2))
+>>> import math, torch
+>>> from dataclasses import dataclass
+>>> from typing import ClassVar
+>>> from hf_bayes import CustomLikelihood, Moments, register_likelihood
+>>> @register_likelihood
+... @dataclass(frozen=True)
+... class DoubleExponential(CustomLikelihood):
+...     name: ClassVar[str] = "double_exponential"
+...     scale: float = 1.0
+...
+...     def log_prob(self, outputs, labels):
+...         return -(labels - outputs[..., 0]).abs() / self.scale - math.log(2 * self.scale)
+...
+...     def predict(self, outputs):
+...         return Moments(outputs, torch.full_like(outputs, 2 * self.scale**2))
+>>> DoubleExponential().log_prob(torch.zeros(3, 1), torch.tensor([0.0, 1.0, -2.0]))
+tensor([-0.6931, -1.6931, -2.6931])
 
 Everything else has a default, or is derived by automatic differentiation (``custom.adapted``).
 """
