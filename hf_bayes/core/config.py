@@ -18,7 +18,7 @@ from hf_bayes.core.schedules import Schedule
 from hf_bayes.core.types import Kernel, Problem, Rule
 
 MODE_PRIOR_SCALE = 4.0
-"""The ``MethodConfig.mode_prior_scale`` of methods that end in a mode. On CLINC150, with LoRA in all layers, it lowers
+"""The ``Requirements.mode_prior_scale`` of methods that end in a mode. On CLINC150, with LoRA in all layers, it lowers
 the test NLL of a deep ensemble and of plain fine-tuning by .025 nats each (docs/results/recommend.md)."""
 
 DEFAULT_ADAMW_RATE = 1e-3
@@ -43,7 +43,8 @@ class MethodConfig:
         prior_std: standard deviation of the prior in parameter units: one number, or a mapping {regular expression on
             parameter names: std}. Exactly one expression must match each random tensor. None: LoRA's factors have
             standard deviations in units of their effect (``distributions.priors.lora_stds``), and other tensors have 1.
-            In a model with LoRA, methods that end in a mode multiply all of these but A's by ``mode_prior_scale``.
+            In a model with LoRA, methods that end in a mode multiply all of these but A's by
+            ``Requirements.mode_prior_scale``.
         prior_scale: a factor of all standard deviations of the prior, given ones and default ones.
         prior_mean: "zero", or "initial": the initial weights of the model.
         temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
@@ -61,9 +62,6 @@ class MethodConfig:
     """
 
     name: ClassVar[str]
-    mode_prior_scale: ClassVar[float] = 1.0
-    """The factor of the default standard deviations in a model with LoRA. A mode is only the peak of the posterior, of
-    which a sampler explores the whole: a mode needs a wider prior to fit as well."""
     num_chains: int = 4
     draws_per_chain: int = 1
     burn_in: float | None = None
@@ -83,10 +81,6 @@ class MethodConfig:
     def requirements(self) -> Requirements:
         """The record of what this method, with these fields, needs from a run."""
         return Requirements()
-
-    def for_batches(self, batch_fraction: float) -> MethodConfig:
-        """Return the config to run and to save when a batch holds this share of the data's rows."""
-        return self
 
     def __post_init__(self) -> None:
         self._check_count("num_chains", self.num_chains, minimum=1)
@@ -118,13 +112,6 @@ class MethodConfig:
         """Return the method's rule or kernel for this problem."""
         raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")
 
-    def check_on_energy(self, dim: int) -> None:
-        """Check that the method can run on an energy of ``dim`` parameters, which has no rows of data and no modules.
-
-        Raises:
-            ValueError: naming the setting that needs more.
-        """
-
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready fields, with the method's name."""
         return {"name": self.name, **dataclasses.asdict(self)}
@@ -155,11 +142,6 @@ class MethodConfig:
         """The factor of U_prior in the energy of a sampler: T if only the likelihood is tempered, otherwise 1."""
         return self.temperature if self.temper == "likelihood" else 1.0
 
-    @property
-    def cooling_advice(self) -> str:
-        """Return how this method comes nearer to a mode, for warnings; empty at T = 0, which cannot be lowered."""
-        return "lower the temperature" if self.temperature > 0 else ""
-
     def _check_count(self, field: str, value: Any, *, minimum: int) -> None:
         if not is_count(value, minimum=minimum):
             raise ValueError(f"{self.name}: {field} must be an integer >= {minimum}, got {value!r}")
@@ -184,7 +166,7 @@ class MethodConfig:
 def check_config(method: Any) -> None:
     """Raise a ValueError unless ``method`` is a method's config (and not, say, its name or its class)."""
     if not isinstance(method, MethodConfig):
-        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")
+        raise ValueError(f"method must be a config such as hf_bayes.METHODS[NAME](...), got {method!r:.100}")
 
 
 def check_schedules(method: MethodConfig, given: str | None = None) -> None:

@@ -11,6 +11,37 @@ from typing import Literal
 
 Need = Literal["none", "useful", "needed"]
 OwnRate = Literal["whitening", "range_test", "from_length", "unused", "given"]
+WhiteningStructure = Literal["diagonal", "kronecker", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnergyLimits:
+    """The limits of a method on an energy of ``sample``, which has no rows of data and no modules.
+
+    Attributes:
+        refusal: the error message, if the settings need rows or modules; empty if they need none.
+        max_hessian: the largest number of parameters. None: no limit, since the method takes no whole Hessian and no
+            diagonal of one.
+        remedy: the settings without this limit, as the error message quotes them.
+    """
+
+    refusal: str = ""
+    max_hessian: int | None = None
+    remedy: str = ""
+
+    def check(self, dim: int) -> None:
+        """Check that the method can run on an energy of ``dim`` parameters.
+
+        Raises:
+            ValueError: naming the setting that needs more than an energy has, or too large a number of parameters.
+        """
+        if self.refusal:
+            raise ValueError(self.refusal)
+        if self.max_hessian is not None and dim > self.max_hessian:
+            raise ValueError(
+                f"the Hessian of an energy takes a backward pass for each of {dim} elements; the limit is "
+                f"{self.max_hessian}: {self.remedy}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +86,17 @@ class Requirements:
         predicts_linearised: the Gaussian belongs to a linearised model, whose predictions are better than the
             predictions of its members.
         drops_inputs: the method applies dropout masks of its own to the inputs of layers.
+        fits_prior: the method replaces the prior by a fitted one, so the energy of its result is another one.
+        mode_prior_scale: the factor of the default standard deviations in a model with LoRA. A mode is only the peak of
+            the posterior, of which a sampler explores the whole: a mode needs a wider prior to fit as well.
+        batch_posterior_setting: the field, now true, that asks for a likelihood of as many terms as a batch has; empty
+            without one (``registry.with_batch_posterior``).
+        whitening: the structure of the curvature in a run with ``learning_rate="whitening"``; None: not given.
+        allowed_heating: the share of T that the noise of minibatches may add in such a run.
+        on_energy: the limits of the method in ``sample``.
+        cooling_advice: how the method comes nearer to a mode, as a warning quotes it. It is of use at T > 0 only.
+        spread_advice: the settings that give the Gaussian a more exact width, as a verdict quotes them; empty without
+            such settings.
     """
 
     all_data_in_every_update: bool = False
@@ -83,6 +125,22 @@ class Requirements:
     ends_at_map: bool = False
     predicts_linearised: bool = False
     drops_inputs: bool = False
+    fits_prior: bool = False
+    mode_prior_scale: float = 1.0
+    batch_posterior_setting: str = ""
+    whitening: WhiteningStructure | None = None
+    allowed_heating: float = 0.0
+    on_energy: EnergyLimits = EnergyLimits()
+    cooling_advice: str = "lower the temperature"
+    spread_advice: str = ""
+
+    @property
+    def ends_in_gaussian(self) -> bool:
+        """True if the result is a Gaussian for each chain; False if it is draws.
+
+        A Gaussian comes from all updates together, or from the final pass.
+        """
+        return self.final_pass or not self.draws_are_chain_states
 
     def least_rows(self, unit: str) -> int:
         """Return the smallest number of held-out rows.

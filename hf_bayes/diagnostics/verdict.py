@@ -52,7 +52,13 @@ class Diagnostics(Measurements):
     """The measurements of a run with their verdict.
 
     Each check returns a complaint with its remedy, or None.
+
+    Attributes:
+        spread_advice: ``Requirements.spread_advice`` of the method, for the remedies. It is no measurement, so
+            ``summary`` leaves it out.
     """
+
+    spread_advice: str = ""
 
     @property
     def complaints(self) -> list[str]:
@@ -141,8 +147,11 @@ class Diagnostics(Measurements):
         return "too large" if self.informed_spread > expected else "too small"
 
     def summary(self) -> dict[str, Any]:
-        """Return a dict for JSON: all fields, the number of chains and the verdict. Non-finite numbers become null."""
-        fields = {name: _json(value) for name, value in asdict(self).items()}
+        """Return a dict for JSON: all measurements, the number of chains and the verdict.
+
+        Non-finite numbers become null.
+        """
+        fields = {name: _json(value) for name, value in asdict(self).items() if name != "spread_advice"}
         judged = {name: getattr(self, name) for name in ("num_chains", "verdict", "converged", "epistemic_size")}
         return {**fields, **judged}
 
@@ -228,7 +237,7 @@ class Diagnostics(Measurements):
             return None
         wide = size == "too large"
         of_chains = "larger batch, smaller step size, or longer burn-in" if wide else "longer burn-in"
-        of_gaussian = "a sampler, or for laplace num_samples=None and structure='kronecker' or 'full'"
+        of_gaussian = f"a sampler, or {self.spread_advice}" if self.spread_advice else "a sampler"
         remedy = of_chains if self.kind == "chains" else of_gaussian
         return (
             f"the draws are too {'wide' if wide else 'narrow'} where the data outweigh the prior "

@@ -64,7 +64,7 @@ def prior_stds(config: MethodConfig, layout: Layout, model: nn.Module) -> Any:
     stds: Any = config.prior_std
     if stds is None:
         default = {} if config.prior == "he" else lora_stds(model, layout)
-        scale = config.mode_prior_scale
+        scale = config.requirements.mode_prior_scale
         named = {name: (1.0 if ".lora_A." in name else scale) * default.get(name, 1.0) for name in layout.names}
         stds = named if default else 1.0
     if isinstance(stds, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig, check_schedules
 from hf_bayes.core.number_checks import is_finite_number
+from hf_bayes.core.requirements import Requirements, WhiteningStructure
 from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.schedules import Linear, burn_in_steps
 from hf_bayes.core.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
@@ -78,6 +79,11 @@ with less, chains start far from a mode, and noise does not bring them there. In
 
 SETTLING_SHARE = 0.15
 """The least share of a run between such a warm start and the first draw."""
+
+
+def names_with(condition: Callable[[Requirements], bool]) -> str:
+    """Return the names of the methods whose requirements, by their defaults, meet a condition, for error messages."""
+    return ", ".join(name for name, kind in METHODS.items() if condition(kind().requirements))
 
 
 def from_dict(values: Mapping[str, Any]) -> MethodConfig:
@@ -154,10 +160,10 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
         )
     if own == "given":
         finds = ("whitening", "range_test", "from_length")
-        finding = (name for name, kind in METHODS.items() if kind().requirements.learning_rate in finds)
+        finding = names_with(lambda needs: needs.learning_rate in finds)
         raise ValueError(
             f"{config.name} with these settings needs a learning_rate, got None: give one. With their defaults, "
-            f"{', '.join(finding)} find one themselves"
+            f"{finding} find one themselves"
         )
     if own in ("unused", "from_length"):
         return config
@@ -165,6 +171,25 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
         falls = falls and config.requirements.rate_falls and config.schedule is None
         return replace(config, schedule=Linear()) if falls else config
     return _with_warm_start(config, num_steps)
+
+
+def with_whitening(config: MethodConfig, structure: WhiteningStructure) -> MethodConfig:
+    """Return the config of a sampler that whitens its coordinates by a curvature of this structure."""
+    assert isinstance(config, LangevinConfig)  # as ``Requirements.learning_rate`` says
+    return replace(config, whitening=structure)
+
+
+def with_batch_posterior(config: MethodConfig, batch_fraction: float) -> MethodConfig:
+    """Return the config to run and to save when a batch holds the share n / N of the data's rows.
+
+    A likelihood of n terms is the likelihood of all N terms, tempered at T = N / n. The config returned has ``temper``
+    and ``temperature`` in place of the setting that asked for it.
+    """
+    setting = config.requirements.batch_posterior_setting
+    if not setting:
+        return config
+    tempered: dict[str, Any] = {setting: False, "temper": "likelihood", "temperature": 1 / batch_fraction}
+    return replace(config, **tempered)
 
 
 def with_stated_warm_start(config: MethodConfig, burn_in: int) -> MethodConfig:

@@ -59,7 +59,7 @@ class Inherited(NamedTuple):
             logger.warning(
                 "the prior (%s) was made with a tokenizer (fingerprint %s), and this run was given none to compare: "
                 "with another tokenizer the same ids are other words, without any error. Give processing_class= to a "
-                "trainer, tokenizer= to fit_laplace",
+                "trainer, tokenizer= to a fit",
                 self.record["posterior"] or self.record["method"], expected[:12],
             )  # fmt: skip
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.members.mesh import ChainMesh
+from hf_bayes.methods.registry import names_with
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
-from hf_bayes.objectives.private_rows import Stratum
+from hf_bayes.objectives.private_rows import PrivateRows
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost, eval_sets, heldout_name
 
@@ -100,7 +101,7 @@ def require_batches(method: MethodConfig, count: int) -> None:
         )
 
 
-def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Stratum:
+def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> PrivateRows:
     """Return how many rows each process has, once it is clear that all were launched for one run.
 
     Raises:
@@ -111,7 +112,7 @@ def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Stratum:
     for name, rows in host.eval_sets.items():  # processes share the work on these rows, as if all had the same
         settings[f"rows of eval_dataset {name}".strip()] = len(rows) if hasattr(rows, "__len__") else None
     refuse_other_settings(mesh.share(settings))
-    return Stratum(
+    return PrivateRows(
         tuple(mesh.share(len(host.train_dataset))),
         mesh.rank,
         args.per_device_train_batch_size,
@@ -125,6 +126,7 @@ def refuse_batch_statistics(host: TrainerHost, model: BayesianModel, method: Met
     if not model.members.batch_norms:
         return
     needs, args = method.requirements, host.args
+    of_draws = names_with(lambda other: not other.ends_in_gaussian)
     reasons = [
         words
         for wrong, words in (
@@ -133,9 +135,9 @@ def refuse_batch_statistics(host: TrainerHost, model: BayesianModel, method: Met
                 "the model was loaded from a posterior and has statistics: begin with its base model",
             ),
             (
-                not needs.draws_are_chain_states or needs.final_pass,
+                needs.ends_in_gaussian,
                 f"{method.name} results in a distribution, or compares predictions during the run, and only finished "
-                "draws have statistics: set method=SGHMCConfig(...) with one temperature, or EnsembleConfig()",
+                f"draws have statistics: use a method of draws ({of_draws}) with one temperature",
             ),
             (
                 needs.learning_rate == "whitening" and args.learning_rate is None,

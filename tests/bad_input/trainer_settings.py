@@ -42,7 +42,7 @@ TRAINER_SETTINGS = [
         "trainer",
         "a method's name",
         lambda out: custom_trainer(out, method="sghmc"),
-        ("SGHMCConfig(...), got 'sghmc'",),
+        ("hf_bayes.METHODS[NAME](...), got 'sghmc'",),
     ),
     Refused(
         "trainer",

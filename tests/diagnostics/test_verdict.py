@@ -182,6 +182,14 @@ def test_a_gaussian_is_judged_by_its_spread_alone() -> None:
     assert vague.converged is None
 
 
+def test_a_gaussian_of_a_wrong_width_has_its_methods_remedy() -> None:
+    wide = Diagnostics(dim=9, distance=[0.3], kind="gaussian", informed_spread=1.9, informed_spread_std_error=0.05)
+    assert wide.verdict.endswith("by about as much; a sampler")
+    advised = dataclasses.replace(wide, spread_advice="structure='full'")
+    assert advised.verdict.endswith("by about as much; a sampler, or structure='full'")
+    assert "spread_advice" not in advised.summary()
+
+
 def test_a_gaussian_whose_uncertainty_drifts_is_not_called_right() -> None:
     gaussian = Diagnostics(dim=9, distance=[0.3], kind="gaussian", informed_spread=1.01, informed_spread_std_error=0.04)
     for drift, size in ((0.79, "too large"), (0.85, "right"), (1.19, "right"), (1.3, "too small"), (None, "right")):

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import hf_bayes.methods.registry
 from hf_bayes.chains.sampling import sample
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Kernel, Rule
+from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.methods.registry import METHODS, build, from_dict, with_stated_warm_start
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests.methods.conformance import (
@@ -87,6 +89,89 @@ def test_only_the_registry_and_other_methods_import_a_method() -> None:
         if path not in method_files and method_modules & set(imported_modules(path))
     }
     assert importers == {"__init__.py", "methods/registry.py"}  # __init__.py: public names
+
+
+ORDINARY_WORDS = "map", "ensemble", "penalty", "snapshot"
+"""Names that are also words of English or of statistics (a map, a MAP estimate). They count in comparisons only."""
+
+NAMED = re.compile(
+    rf"(?<![a-z0-9])({'|'.join(name.replace('_', '[_ -]') for name in METHODS if name not in ORDINARY_WORDS)}"
+    rf"|deep ensembles?|{'|'.join(kind.__name__ for kind in METHODS.values())})(?![a-z0-9])",
+    re.IGNORECASE,
+)
+
+PAGE = re.compile(r"docs/\w+\.md")
+
+EXCUSED = {
+    "methods/": "the methods",
+    "fit/": "each post-hoc fit makes one method",
+    "__init__.py": "the table of public names",
+    "cli/arguments.py": "help of --method",
+    "cli/commands/bayesianise.py": "the command of one post-hoc fit",
+    "cli/continual_arguments.py": "the rows of a paper's table, and their help",
+    "posteriors/model_card_explanations.py": "the card's text on each method",
+    "training/tuning/candidates.py": "the candidates of tuning, and their labels",
+}
+
+OTHER_MEANINGS = {
+    ("core/config.py", "laplace"): "a prior, the double exponential",
+    ("distributions/priors.py", "laplace"): "a prior, the double exponential",
+    ("posteriors/card_results.py", "map"): "the prefix of metrics of a MAP estimate, such as map_nll",
+}
+
+
+def named_methods(source: str) -> list[str]:
+    """Return the methods that string constants name, without docstrings, and those that the code compares with."""
+    tree = ast.parse(source)
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in documents]
+    texts = [PAGE.sub("", node.value) for node in constants if isinstance(node.value, str)]
+    operands: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            operands += [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            operands.append(node.value)
+    elements = [element for operand in operands for element in getattr(operand, "elts", [operand])]
+    compared = [element.value for element in elements if isinstance(element, ast.Constant)]
+    return [name for text in texts for name in NAMED.findall(text)] + [
+        each for each in compared if each in ORDINARY_WORDS
+    ]
+
+
+def test_only_methods_and_their_lists_name_a_method() -> None:
+    package = Path(hf_bayes.__file__).parent
+    found: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        place = path.relative_to(package).as_posix()
+        names = named_methods(path.read_text(encoding="utf-8"))
+        found[place] = {name for name in names if (place, name) not in OTHER_MEANINGS}
+    excused = {place: names for place, names in found.items() if place.startswith(tuple(EXCUSED))}
+    assert not {place: names for place, names in found.items() if names and place not in excused}
+    assert all(any(names for place, names in excused.items() if place.startswith(part)) for part in EXCUSED)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('raise ValueError(f"{name} fails: use SGHMCConfig(...)")', ["SGHMCConfig"]),
+        ('message = "fit SWAG, or call fit_laplace"', ["SWAG", "laplace"]),
+        ('advice = "a deep ensemble, or mean-field inference"', ["deep ensemble", "mean-field"]),
+        ('wanted = config.name == "map"', ["map"]),
+        ('wanted = config.name in ("map", "swag")', ["swag", "map"]),
+        ('match name:\n    case "snapshot":\n        pass', ["snapshot"]),
+        ('def fit() -> None:\n    """Fit SWAG."""', []),
+        ('message = "a map of one MAP estimate per ensemble (docs/laplace.md)"', []),
+    ],
+)
+def test_a_text_that_names_a_method_is_found(source: str, expected: list[str]) -> None:
+    assert named_methods(source) == expected
+
+
+@on_energies
+def test_methods_that_end_in_gaussians_say_so(row: Row) -> None:
+    is_gaussian = isinstance(run(row, starts(2, 3)).approximation, Gaussian)
+    assert row.config.requirements.ends_in_gaussian == is_gaussian
 
 
 def test_rules_and_kernels_are_all_there_is() -> None:

@@ -67,7 +67,6 @@ class MAPConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "map"
-    mode_prior_scale: ClassVar[float] = MODE_PRIOR_SCALE
     num_chains: int = 1
     temperature: float = 0.0
     init_jitter: float = 0.0
@@ -89,7 +88,7 @@ class MAPConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(learning_rate="range_test", ends_at_map=True)
+        return Requirements(learning_rate="range_test", ends_at_map=True, mode_prior_scale=MODE_PRIOR_SCALE)
 
     def build(self, problem: Problem) -> Rule[Any]:  # a subclass may have another state
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:

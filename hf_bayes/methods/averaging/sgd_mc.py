@@ -50,7 +50,6 @@ class SGDMCConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "sgd_mc"
-    mode_prior_scale: ClassVar[float] = MODE_PRIOR_SCALE
     num_chains: int = 1
     draws_per_chain: int = 20
     temperature: float = 0.0
@@ -72,6 +71,7 @@ class SGDMCConfig(MethodConfig):
     @property
     def requirements(self) -> Requirements:
         return Requirements(
+            mode_prior_scale=MODE_PRIOR_SCALE,
             gradient_variance=need_of_gradient_variance(self.measure_gradient_noise),
             gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
         )

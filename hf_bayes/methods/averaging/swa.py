@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.core.config import MODE_PRIOR_SCALE
 from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
@@ -59,7 +60,7 @@ class SWAConfig(SGDMCConfig):
     def requirements(self) -> Requirements:
         if self.optimizer == "sgd":
             return super().requirements
-        return Requirements(learning_rate="range_test", rate_falls=False)
+        return Requirements(learning_rate="range_test", rate_falls=False, mode_prior_scale=MODE_PRIOR_SCALE)
 
     def iterates(self, problem: Problem) -> Rule[Any]:
         """Return the optimiser whose iterates are averaged."""

@@ -186,6 +186,9 @@ class LaplaceConfig(MethodConfig):
             heldout_setting="fit_prior='heldout'" if by_heldout else "",
             ends_at_map=True,
             predicts_linearised=True,
+            fits_prior=self.fit_prior is not None,
+            on_energy=self.spec.on_energy,
+            spread_advice="num_samples=None and structure='kronecker' or 'full'",
         )
 
     @property
@@ -214,10 +217,6 @@ class LaplaceConfig(MethodConfig):
             return self.final_pass(draws[:, -1], data_pass, problem)
 
         return Rule(begin, locate_at_theta, update, finish, final_pass)
-
-    def check_on_energy(self, dim: int) -> None:
-        """Refuse settings that need likelihood terms or modules, and too large a d."""
-        self.spec.check_on_energy(dim)
 
     def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
         """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""

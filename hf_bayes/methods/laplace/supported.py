@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.requirements import EnergyLimits
 from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, FullSum, Layer, LowRankSum
 from hf_bayes.methods.laplace.estimators import ESTIMATORS, Estimator, build_estimator
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
@@ -150,27 +151,22 @@ class CurvatureSpec:
             return self
         return replace(self, num_samples=None)
 
-    def check_on_energy(self, dim: int) -> None:
-        """Check that an energy of ``dim`` numbers has this curvature. It is the Hessian, for estimator "ggn", too.
-
-        Raises:
-            ValueError: if it needs likelihood terms or modules, or takes too much time.
-        """
+    @property
+    def on_energy(self) -> EnergyLimits:
+        """The limits on an energy. Its curvature is the Hessian, for estimator "ggn", too."""
         if self.estimator not in ("ggn", "hessian"):
-            raise ValueError(
-                f"estimator={self.estimator!r} sums over likelihood terms, which an energy does not have. Its "
+            return EnergyLimits(
+                refusal=f"estimator={self.estimator!r} sums over likelihood terms, which an energy does not have. Its "
                 "curvature is its Hessian: leave estimator out"
             )
         if self.structure not in ENERGY_STRUCTURES:
-            raise ValueError(
-                f"structure={self.structure!r} is made of the inputs and outputs of modules, which an energy does not "
-                f"have: choose one of {', '.join(ENERGY_STRUCTURES)}"
+            return EnergyLimits(
+                refusal=f"structure={self.structure!r} is made of the inputs and outputs of modules, which an energy "
+                f"does not have: choose one of {', '.join(ENERGY_STRUCTURES)}"
             )
-        if self.structure != "low_rank" and dim > MAX_FULL:
-            raise ValueError(
-                f"the Hessian of an energy takes a backward pass for each of {dim} elements; the limit is {MAX_FULL}: "
-                "use structure='low_rank', or fewer parameters"
-            )
+        if self.structure == "low_rank":
+            return EnergyLimits()
+        return EnergyLimits(max_hessian=MAX_FULL, remedy="use structure='low_rank', or fewer parameters")
 
     def check_likelihood(self, lacks: frozenset[str]) -> None:
         """Check that the likelihood has what the estimator needs.

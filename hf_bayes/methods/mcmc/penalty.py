@@ -30,7 +30,6 @@ the update uses all data.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -122,16 +121,12 @@ class PenaltyConfig(MethodConfig):
             allows_private_rows=True,
             learning_rate="given" if self.step_size is None else "unused",
             follows_schedule=False,
+            batch_posterior_setting="batch_posterior" if self.batch_posterior else "",
         )
 
     @property
     def _num_proposing(self) -> int:
         return self.proposal_batches if self.num_leapfrog else 0
-
-    def for_batches(self, batch_fraction: float) -> PenaltyConfig:
-        if not self.batch_posterior:
-            return self
-        return dataclasses.replace(self, batch_posterior=False, temper="likelihood", temperature=1 / batch_fraction)
 
     def build(self, problem: Problem) -> Kernel[PenaltyState]:
         self._check_problem(problem)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.column_blocks import in_blocks
+from hf_bayes.core.compat import standard_gamma
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
@@ -276,4 +277,4 @@ def _positive(alpha: Tensor, beta: Tensor) -> Parameters:
 
 def _standard_gamma(rngs: Rngs, alpha: Tensor) -> Tensor:
     """Return draws [M, d] of Gamma(alpha, 1), row m from generator m."""
-    return torch.stack([torch._standard_gamma(row, generator=rng) for row, rng in zip(alpha, rngs, strict=True)])
+    return torch.stack([standard_gamma(row, generator=rng) for row, rng in zip(alpha, rngs, strict=True)])

@@ -12,14 +12,14 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import per_element
-from hf_bayes.core.requirements import Requirements, need_of_gradient_variance
+from hf_bayes.core.requirements import Requirements, WhiteningStructure, need_of_gradient_variance
 from hf_bayes.core.types import Info, Problem
 
 MIRRORED_CHAINS = 8
@@ -64,7 +64,7 @@ class LangevinConfig(MethodConfig):
 
     measure_gradient_noise: bool | None = None
     heating: float | None = None
-    whitening: Literal["diagonal", "kronecker", "full"] | None = None
+    whitening: WhiteningStructure | None = None
     mirrored: bool | None = None
     ladder: dict[str, list[float]] | None = None
 
@@ -87,13 +87,6 @@ class LangevinConfig(MethodConfig):
         if self.heating is not None:
             return self.heating
         return HEATING if self.temperature >= 1 else HEATING_OF_TEMPERED
-
-    @property
-    def cooling_advice(self) -> str:
-        """Return how this method comes nearer to a mode; a ladder can choose its temperature."""
-        if self.ladder is not None and "temperature" in self.ladder:
-            return "give the ladder lower temperatures (docs/automatic.md)"
-        return f"{super().cooling_advice} (a ladder chooses it: docs/automatic.md)" if self.temperature > 0 else ""
 
     @property
     def rungs(self) -> list[dict[str, float]]:
@@ -142,9 +135,14 @@ class LangevinConfig(MethodConfig):
             gradient_variance=need_of_gradient_variance(self.measure_gradient_noise),
             gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
             mirrored_chains=self.num_chains >= MIRRORED_CHAINS if self.mirrored is None else self.mirrored,
+            whitening=self.whitening,
+            allowed_heating=self.allowed_heating,
+            cooling_advice="lower the temperature (a ladder chooses it: docs/automatic.md)",
         )
         if self.ladder is None:
             return needs
+        chooses_temperature = "temperature" in self.ladder
+        lower = "give the ladder lower temperatures (docs/automatic.md)"
         return replace(
             needs,
             heldout="whole",
@@ -152,7 +150,8 @@ class LangevinConfig(MethodConfig):
             least_heldout=LEAST_HELDOUT,
             most_heldout=MOST_HELDOUT,
             compares_chains=True,
-            chooses_temperature="temperature" in self.ladder,
+            chooses_temperature=chooses_temperature,
+            cooling_advice=lower if chooses_temperature else needs.cooling_advice,
         )
 
 

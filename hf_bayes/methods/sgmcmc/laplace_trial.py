@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     slope: Tensor
 
     @property
-    def plain(self) -> Tensor:
+    def without_anchor(self) -> Tensor:
         """V without a control variate, where the chain starts."""
         return torch.where(self.fits, self.at_draw, self.at_start)
 
@@ -107,9 +107,9 @@ def choose(trial: Trial, least: float) -> Choice:
     fits = (slope > 1 / MAX_MISFIT) & (slope < MAX_MISFIT) & (at_draw <= MAX_NOISE * at_start)
     anchored = fits & (2 * beside < at_draw)
     choice = Choice(fits, anchored, beside, at_start, at_draw, beside, slope)
-    return choice._replace(variance=torch.where(anchored, beside, choice.plain))
+    return choice._replace(variance=torch.where(anchored, beside, choice.without_anchor))
 
 
 def without_anchor(choice: Choice) -> Choice:
     """Return the choices where the gradient of all rows is not available."""
-    return choice._replace(anchored=torch.zeros_like(choice.anchored), variance=choice.plain)
+    return choice._replace(anchored=torch.zeros_like(choice.anchored), variance=choice.without_anchor)

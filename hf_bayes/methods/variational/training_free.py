@@ -83,20 +83,18 @@ class TrainingFreeConfig(MAPConfig):
         rule = super().build(problem)
 
         def final_pass(state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
-            return self.final_pass(draws[:, -1], data_pass, problem, part="all")
+            return self.final_pass(draws[:, -1], data_pass, problem)
 
         return rule._replace(final_pass=final_pass)
 
-    def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem, *, part: str) -> FinalPassResult:
+    def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
         """Return the Gaussians around the rows of ``theta`` [M, d], and a report.
 
-        Args:
-            part: the held-out rows that determine the width, as in ``HeldOutByRow``.
         Raises:
             ValueError: as ``canonical``.
         """
         found = canonical(theta.cpu(), problem.shapes)
-        search = _Search(self, found, data_pass, part, problem.seed)
+        search = _Search(self, found, data_pass, problem.seed)
         factors, num_passes = torch.ones(len(found.layers)), 1
         if self.scales == "layer" and len(found.layers) > 1:
             factors, num_passes = search.factors(), 2
@@ -137,14 +135,12 @@ class _Search(NamedTuple):
         config: the method.
         coordinates: the weights and the noise of A' at sigma = 1.
         data_pass: the passes over held-out rows.
-        part: the rows.
         seed: the seed of a posterior's members.
     """
 
     config: TrainingFreeConfig
     coordinates: Coordinates
     data_pass: DataPass
-    part: str
     seed: int
 
     def gaussian(self, factors: Tensor, width: float) -> Gaussian:
@@ -159,7 +155,7 @@ class _Search(NamedTuple):
 
     def scores(self, theta: Tensor, num_groups: int = 1) -> list[RowScores]:
         """Return the scores of groups of draws [M, d]."""
-        found: list[RowScores] = self.data_pass(theta, HeldOutByRow(self.part, num_groups), gradient=False)
+        found: list[RowScores] = self.data_pass(theta, HeldOutByRow("all", num_groups), gradient=False)
         return found
 
     def factors(self) -> Tensor:

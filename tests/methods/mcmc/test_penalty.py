@@ -13,6 +13,7 @@ from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
 from hf_bayes.methods.mcmc import penalty
 from hf_bayes.methods.mcmc.penalty import PenaltyConfig, noise_penalty, variance_of_mean
+from hf_bayes.methods.registry import with_batch_posterior
 from tests.methods.mcmc.batched import SD, Batches, N, disjoint, independent, variance_ratio
 from tests.streams import share_one_stream
 
@@ -303,6 +304,6 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
 
 
 def test_batch_posterior_is_a_likelihood_tempered_by_batch_share() -> None:
-    config = PenaltyConfig(batch_posterior=True, prior_std=0.3).for_batches(60 / 2992)
+    config = with_batch_posterior(PenaltyConfig(batch_posterior=True, prior_std=0.3), 60 / 2992)
     assert config == PenaltyConfig(temper="likelihood", temperature=2992 / 60, prior_std=0.3)
-    assert PenaltyConfig(prior_std=0.3).for_batches(0.1) == PenaltyConfig(prior_std=0.3)
+    assert with_batch_posterior(PenaltyConfig(prior_std=0.3), 0.1) == PenaltyConfig(prior_std=0.3)

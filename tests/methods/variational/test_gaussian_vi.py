@@ -27,7 +27,7 @@ from hf_bayes.methods.variational.gaussian_vi import (
 from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
-from hf_bayes.objectives.spread import SpreadPlan
+from hf_bayes.objectives.informed_spread import SpreadPlan
 from hf_bayes.training import active_run
 from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Regression
 from tests.runs import trainer

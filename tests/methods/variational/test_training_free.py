@@ -46,7 +46,7 @@ def fitted(config: TrainingFreeConfig, sensitivity: dict[str, float] = SENSITIVI
     theta = torch.randn(1, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     losses = Losses(theta, sensitivity)
     problem = Problem(1.0, FlatPrior(), 1.0, 1, 0, SHAPES, seed=3)
-    return config.final_pass(theta, losses, problem, part="all"), losses
+    return config.final_pass(theta, losses, problem), losses
 
 
 def test_the_scale_is_where_the_rise_reaches_the_tolerance() -> None:
@@ -120,7 +120,7 @@ def test_a_layer_without_effect_or_of_huge_loss_keeps_the_others() -> None:
     theta = torch.randn(1, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     theta[:, 12:20] = 0  # the B of p
     problem = Problem(1.0, FlatPrior(), 1.0, 1, 0, SHAPES, seed=3)
-    found = TrainingFreeConfig(scales="layer").final_pass(theta, Losses(theta, SENSITIVITY), problem, part="all")
+    found = TrainingFreeConfig(scales="layer").final_pass(theta, Losses(theta, SENSITIVITY), problem)
     assert (found.approximation.stds[0, :20] == 0).all()
     assert (found.approximation.stds[0, 20:32] > 0).all()
     found, _ = fitted(TrainingFreeConfig(scales="layer", tolerance=0.0), {"p": 1e300, "q": 1.0})
