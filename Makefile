@@ -8,7 +8,8 @@ WORKERS ?= 2
 # The packages below members, which need torch and numpy only.
 MATHEMATICS := $(addprefix tests/,core uncertainty distributions diagnostics methods chains)
 # The tests that meet transformers, peft, accelerate, datasets and huggingface_hub, without the long ones of members.
-HOSTS := $(addprefix tests/,test_compat_versions.py members/test_cache.py members/test_last_feed_forward.py \
+HOSTS := $(addprefix tests/,test_compat_versions.py test_private_names.py core/test_compat.py members/test_compat.py \
+	metrics/test_compat.py members/test_cache.py members/test_last_feed_forward.py \
 	members/test_pictures.py members/test_stacked.py members/test_trunk.py members/test_trunk_memory.py cli models \
 	objectives/test_map_estimate.py objectives/test_probe.py training pipelines posteriors)
 

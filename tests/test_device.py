@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_on_an_accelerator(path, found):
+def test_a_path_works_on_an_accelerator(path, found):
     assert found[path] is None, found[path]
 
 

@@ -21,6 +21,9 @@ PLACES = {
 }
 """{what: (file, class)}: the slips open the first method of the class."""
 
+WRONG_ARGUMENT = ("model", "self.check_core(7)")
+"""A call with an argument of another type, which stands beside the slips of this place."""
+
 STATE = ("hf_bayes/methods/sgmcmc/sghmc.py", "update", "{}.misspeled_momentum")
 """A misspelled attribute of the sampler's state opens the first function of this name; {} is its first parameter."""
 
@@ -69,8 +72,9 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     file, function, slip = STATE
     update = first_function(copy / file, function)
     plant(copy / file, update, [slip.format(update.args.args[0].arg)])
-    for file, name in PLACES.values():
-        plant(copy / file, first_method(copy / file, name), SLIPS)
+    for what, (file, name) in PLACES.items():
+        wrong = [WRONG_ARGUMENT[1]] if what == WRONG_ARGUMENT[0] else []
+        plant(copy / file, first_method(copy / file, name), [*SLIPS, *wrong])
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr  # 2: it did not run to its end
     return Findings(copy, done.stdout)
@@ -85,6 +89,14 @@ def test_the_type_checker_finds_a_slip(what: str, slip: str, findings: Findings)
 
 
 @pytest.mark.timeout(600)
+def test_the_type_checker_finds_an_argument_of_a_wrong_type(findings: Findings) -> None:
+    what, call = WRONG_ARGUMENT
+    file, _ = PLACES[what]
+    assert call in findings.lines.get(file, []), findings.output
+    assert re.search(rf"^{re.escape(file)}:\d+: error: .*\[arg-type\]$", findings.output, re.MULTILINE)
+
+
+@pytest.mark.timeout(600)
 def test_the_type_checker_finds_a_slip_in_a_samplers_state(findings: Findings) -> None:
     file, _, _ = STATE
     assert any(".misspeled_momentum" in line for line in findings.lines.get(file, [])), findings.output
@@ -93,4 +105,5 @@ def test_the_type_checker_finds_a_slip_in_a_samplers_state(findings: Findings) -
 @pytest.mark.timeout(600)
 def test_the_type_checker_finds_nothing_but_the_slips(findings: Findings) -> None:
     found = {line for lines in findings.lines.values() for line in lines}
-    assert {line for line in found if line not in SLIPS and ".misspeled_momentum" not in line} == set(), findings.output
+    others = {line for line in found - {*SLIPS, WRONG_ARGUMENT[1]} if ".misspeled_momentum" not in line}
+    assert others == set(), findings.output

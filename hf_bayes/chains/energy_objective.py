@@ -24,6 +24,7 @@ from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.support import is_outside_support
 from hf_bayes.chains.theta_form import Aux, Energy, Form
 from hf_bayes.core.anchors import at_each_point
+from hf_bayes.core.compat import num_writes
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.tensors import shape_in_words
@@ -145,7 +146,7 @@ class EnergyObjective:
         given = theta.clone()  # no leaf: autograd would refuse an assignment to a leaf in words of its own
         found = self.energy(self.form.unflatten(given), batch)
         value, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if given._version or not (torch.equal(given, theta) or bool(theta.isnan().any())):
+        if num_writes(given) or not (torch.equal(given, theta) or bool(theta.isnan().any())):
             raise ValueError(
                 "energy must not change theta, which is the state of the chains, got an energy that writes into it "
                 "(an operation such as theta += 1, theta[...] = ... or theta.clamp_()): let it work on a new tensor"

@@ -26,7 +26,7 @@ from hf_bayes.chains.support import is_outside_support
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.core.types import Problem
-from hf_bayes.methods.registry import adamw_rule, with_stated_warm_start
+from hf_bayes.methods.registry import adamw_rule, with_stated_warm_start, with_whitening
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """The rates of a trial. An update of AdamW moves every element of theta by about the rate."""
@@ -98,14 +98,14 @@ def settle(
 
 def _whitened(method: MethodConfig, burn_in: float, dim: int) -> MethodConfig:
     """Return the config of a sampler of d parameters in whitened coordinates, with the burn-in that was given."""
-    given = getattr(method, "whitening", None)
+    given = method.requirements.whitening
     if given == "kronecker":
         raise ValueError(
             f"{method.name}: whitening='kronecker' is made of the inputs and outputs of modules, which an energy does "
             "not have: leave it out"
         )
-    changes: dict[str, Any] = {"whitening": given or ("full" if dim <= MAX_DENSE else "diagonal")}
-    return replace(method, burn_in=burn_in or None, **changes)
+    structure = given or ("full" if dim <= MAX_DENSE else "diagonal")
+    return replace(with_whitening(method, structure), burn_in=burn_in or None)
 
 
 def try_rates(

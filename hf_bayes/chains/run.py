@@ -6,6 +6,7 @@ a ``StepRecord``. The monitor of a trainer reads these records and nothing else 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_bayes.chains.objective import Objective, UpdateObjective
-from hf_bayes.core.types import Approximation, Evaluate, Evaluation, Info, Kernel, Problem, Rngs, Rule, State
+from hf_bayes.core.types import Evaluate, Evaluation, FinalPassResult, Info, Kernel, Problem, Rngs, Rule, State
+from hf_bayes.distributions.approximations import Draws
 
 NOISE_PERIOD = 97
 """Updates between two estimates of the gradient's variance from parts of a batch. An estimate costs a quarter of a
@@ -125,12 +127,37 @@ class Run(Generic[State]):
         """Return a copy of the draws so far [M, S, d]."""
         return torch.stack(self.draws, 1) if self.draws else torch.zeros(len(self.chains), 0, self._start.shape[1])
 
-    @torch.no_grad()
-    def finish(self) -> Approximation:
-        """Return the approximation that the method builds from its draws."""
-        if self.state is None:
-            raise ValueError("the run has no update yet, so it has no state to finish: call update first")
-        return self.method.finish(self.state, self.stacked_draws())
+    def finish(self, gather: Callable[[Tensor], Tensor] | None = None) -> FinalPassResult:
+        """Return what the method builds from its draws, after one more pass over the data if it makes one.
+
+        A run that was stopped before its first draw draws the last states of its chains. A method with such a pass
+        needs no update: its result then belongs to the points where the chains start.
+
+        Args:
+            gather: [M, ...] of the chains of this process -> [K, ...] of the chains of all processes, for a result
+                that stands for all of them. None: the result is that of the chains of this process.
+        Raises:
+            ValueError: before the first update, for any other method.
+        """
+        method, final_pass = self.method, self.method.final_pass
+        state = self.state
+        if state is None:
+            if not isinstance(method, Rule) or final_pass is None:
+                raise ValueError("the run has no update yet, so it has no state to finish: call update first")
+            state = method.init(self._start.clone(), self.rngs)
+        if not self.draws:
+            self.take_draw()
+        draws = self.stacked_draws()
+        if final_pass is not None:
+            return final_pass(state, draws if gather is None else gather(draws), self.objective.data_pass)
+        with torch.no_grad():
+            found = method.finish(state, draws)
+            if isinstance(found, Draws):
+                return FinalPassResult(dataclasses.replace(found, chain=found.chain + self.chains.start), {})
+            if gather is not None:
+                state = type(state)(**{name: gather(value) for name, value in state._asdict().items()})
+                found = method.finish(state, draws)
+        return FinalPassResult(found, {})
 
     # -- updates ---------------------------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ def sample(
     plan.check_names(method, form)
     plan.burn_in_of(burn_in, num_steps)
     start = plan.starting_points(given, method, seed)
-    method.check_on_energy(start.shape[1])
+    method.requirements.on_energy.check(start.shape[1])
     arrange = functools.partial(
         plan.problem_of, shapes=form.shapes(start.shape[1]), prior=plan.prior_of(prior, form, start[0]),
         num_data=num_data, num_steps=num_steps, thin=thin, batch_fraction=batch_fraction,
@@ -131,7 +131,7 @@ def sample(
         method, info, draws, burn_in=problem.burn_in, first_error=objective.first_error,
         own_step_size=problem.own_step_size,
     )  # fmt: skip
-    found = _finish(run, objective, draws)
+    found = _finish(run, objective)
     return SampleResult(
         form.unflatten(draws), found.approximation, info, run.state, stack_aux(aux), found.report, form, method
     )
@@ -168,18 +168,15 @@ def _follow(
     return infos, found
 
 
-def _finish(run: Run[Any], objective: EnergyObjective, draws: Tensor) -> FinalPassResult:
-    """Return the result of the method from its draws [M, S, d], after one more pass over the energy if it needs one.
+def _finish(run: Run[Any], objective: EnergyObjective) -> FinalPassResult:
+    """Return the result of the run.
 
     Raises:
         ValueError: if there is no Gaussian around the point where a chain ended, naming the coordinate or eigenvalue.
     """
-    final_pass = run.method.final_pass
-    if final_pass is None:
-        return FinalPassResult(run.finish(), {})
     try:
         with torch.no_grad():
-            return final_pass(run.state, draws, objective.data_pass)
+            return run.finish()
     except NotPositiveDefinite as error:
         place = "" if error.coordinate is None else objective.place_of(error.coordinate)
         if not place:

@@ -4,6 +4,5 @@
 writes the help, and ``quiet`` keeps messages of other libraries off the terminal.
 
 Training uses ``language_model`` or ``classifier``, which load a model and its data (``data``, ``token_windows``,
-``labels``, ``padding``), and ``scripts``. The evaluation uses ``evaluation``; ``evaluation_cases``, which has a row for
-each ``evaluate_...`` module; ``evaluation_table`` and ``evaluation_figure``.
+``labels``, ``padding``), and ``scripts``. The package ``evaluation`` has the parts of ``hf-bayes evaluate``.
 """

@@ -62,7 +62,7 @@ def classifier(
     with args.main_process_first(desc="data"):
         loaded = data_args.load(args.seed)
         splits, head = labelled_text(
-            loaded,
+            loaded.rows,
             tokenizer,
             text_column=data_args.text_column,
             pair_column=labels.pair_column,

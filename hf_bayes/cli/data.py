@@ -73,10 +73,9 @@ def load_splits(
         if name in splits:
             what = f"the split {name!r} of {dataset!r}"
             check_texts(splits[name], text_column, what, place=partial(place_of, sources[name]))
-    found = Splits(train=splits["train"])
-    found.sources, found.numbers = sources, {}
+    found = Splits(DatasetDict(train=splits["train"]), sources)
     if "validation" in splits:
-        found["validation"] = splits["validation"]
+        found.rows["validation"] = splits["validation"]
     elif validation_fraction > 0:
         found.sources["validation"] = sources["train"]
         _hold_out(found, validation_fraction, text_column, seed)
@@ -250,18 +249,18 @@ def check_texts(split: Dataset, column: str, what: str, *, place: Callable[[int]
 
 def _hold_out(splits: Splits, fraction: float, text_column: str, seed: int) -> None:
     """Move a part of the training data to the split "validation"."""
-    train = splits["train"]
+    train = splits.rows["train"]
     if len(train) > 1:
         numbers = Dataset.from_dict({"number": range(len(train))})
         parts = numbers.train_test_split(test_size=math.ceil(fraction * len(train)), seed=seed)
         for name, part in (("train", parts["train"]), ("validation", parts["test"])):
             splits.numbers[name] = list(part["number"])
-            splits[name] = train.select(splits.numbers[name])
+            splits.rows[name] = train.select(splits.numbers[name])
         return
     cut = _cut_text(train[0][text_column], 1 - fraction)
     if cut is None:
         raise ValueError("the training data is one text, too short to hold out a part: give a validation file")
-    splits["train"], splits["validation"] = _as_rows(cut, text_column)
+    splits.rows["train"], splits.rows["validation"] = _as_rows(cut, text_column)
 
 
 def _as_rows(parts: tuple[str, str], column: str) -> tuple[Dataset, Dataset]:

@@ -68,6 +68,6 @@ def language_model(
                 text_column=data_args.text_column,
                 join=windows.join_texts,
             )
-            for split, rows in data_args.load(args.seed).items()
+            for split, rows in data_args.load(args.seed).rows.items()
         }
     return ModelAndData(model, splits["train"], splits.get("validation"), DataCollatorForSeq2Seq(tokenizer), tokenizer)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from datasets import DatasetDict
 
 
-class Splits(DatasetDict):  # type: ignore[misc]
+@dataclass(frozen=True)
+class Splits:
     """The splits "train" and "validation", whose rows may have been held out of one source.
 
     Attributes:
+        rows: the data sets by name.
         sources: the name of a split -> its file, its glob, or words for another source.
         numbers: the name of a split -> the numbers in the source of its rows. Without an entry they are counted alike.
     """
 
+    rows: DatasetDict
     sources: dict[str, str]
-    numbers: dict[str, Sequence[int]]
+    numbers: dict[str, Sequence[int]] = field(default_factory=dict)
 
     def place(self, split: str, row: int) -> str:
         """Return words for a row of a split, see ``place_of``."""

@@ -141,7 +141,7 @@ def _distil(
 
 
 def _reader(model: BayesianModel, rows: Any, batches: _Batches, network: Tensor) -> Reader:
-    if model.shifts_labels:
+    if model.term_kind == "token":
         return TokenReader(model, per_row=max(1, MAX_TERMS // len(rows)))
     first = next(iter(batches.of(rows, "", quiet=True)))
     return InputReader(model, {name: value for name, value in first.items() if name != "labels"}, network)

@@ -166,7 +166,7 @@ def _outer_products(
     total, rows_seen = torch.zeros_like(vectors), 0
     with torch.no_grad():
         for inputs, labels in data:
-            logits, pull, *_ = vjp(lambda flat, inputs=inputs: of_theta(flat, inputs), point)
+            logits, vjp_of, *_ = vjp(lambda flat, inputs=inputs: of_theta(flat, inputs), point)
             terms, index, row = _terms(logits, labels, likelihood, estimator, seed, rows_seen)
             rows_seen += len(logits)
             ordinals = int(terms.ordinals.max()) + 1 if len(index) else 1
@@ -182,7 +182,7 @@ def _outer_products(
                 combined = (cotangents * of_rows[:, row, None]).sum(0)
                 upstream = torch.zeros_like(logits).view(-1, logits.shape[-1])
                 upstream[index] = combined.to(upstream)
-                total[place] += pull(upstream.view_as(logits))[0]
+                total[place] += vjp_of(upstream.view_as(logits))[0]
     return total
 
 

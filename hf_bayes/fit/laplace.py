@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, default_data_collator
 
+from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import Problem
@@ -31,10 +32,10 @@ from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.informed_spread import LEAST_ROWS, NUM_DRAWS, SPREAD_SHARE, SpreadPlan, measure_spread
 from hf_bayes.objectives.label_columns import with_columns
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.objectives.spread import LEAST_ROWS, NUM_DRAWS, SPREAD_SHARE, SpreadPlan, measure_spread
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
@@ -149,16 +150,17 @@ def _fit(
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, most, inherited, seed)
-    run = functools.partial(batches_by_number, model=model, collate=collate, batch_size=batch_size)
-    data_access = DataAccess(functools.partial(run, data), len(data))
+    batches_of = functools.partial(batches_by_number, model=model, collate=collate, batch_size=batch_size)
+    data_access = DataAccess(functools.partial(batches_of, data), len(data))
     if heldout is not None:
-        data_access = data_access._replace(heldout=functools.partial(run, heldout), num_heldout=len(heldout))
+        data_access = data_access._replace(heldout=functools.partial(batches_of, heldout), num_heldout=len(heldout))
     scale = DataScale(total, len(data), terms, rows_per_update=len(data))
     mesh = ChainMesh(1, torch.device(model.device))
     objective = ModelObjective(model, scale, mesh=mesh, seed=seed, data=data_access)
     likelihood = model.likelihood
     try:
-        found = config.final_pass(theta, objective.data_pass, problem)
+        run: Run[Any] = Run(config.build(problem), objective, theta, (), problem)  # it makes no update
+        found = run.finish()
         if found.noise_std is not None:
             model.likelihood = Normal(found.noise_std)
         plan = SpreadPlan(found.approximation, problem.prior, problem.shapes, config.prior_weight, True, _cost(data))
@@ -200,7 +202,10 @@ def _judged(spread: InformedSpread | None, theta: Tensor, config: MethodConfig) 
         "informed_spread_std_error": spread.std_error,
         "kind": "gaussian",
     }
-    judged = Diagnostics(dim=theta.shape[1], distance=[], temperature=config.temperature, **found).summary()
+    judged = Diagnostics(
+        dim=theta.shape[1], distance=[], temperature=config.temperature,
+        spread_advice=config.requirements.spread_advice, **found,
+    ).summary()  # fmt: skip
     return {name: judged[name] for name in ("converged", "verdict", "epistemic_size", "temperature", *found)}
 
 

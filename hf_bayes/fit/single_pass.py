@@ -31,7 +31,7 @@ from hf_bayes.uncertainty.gaussian_links import SINGLE_PASS
 LARGEST = 1e3
 """The largest factor, and the inverse of the smallest."""
 
-PULL = 0.1
+SHRINKAGE = 0.1
 """The weight of (log factor)^2 beside the mean squared error of log EU: layers that the rows do not tell apart stay
 near each other, and near 1."""
 
@@ -84,7 +84,7 @@ def fit_layer_factors(
             log_factors = shifted - 1  # scipy's finite differences are relative, and log 1 is 0
             model.predictor.set_factors(dict(zip(paths, np.exp(log_factors).tolist(), strict=True)))
             error = (_epistemic(model, batches) / target).log().numpy() / np.sqrt(len(target))
-            return np.concatenate([error, PULL * log_factors])
+            return np.concatenate([error, SHRINKAGE * log_factors])
 
         limit = np.log(LARGEST)
         bounds = (1 - limit, 1 + limit)
@@ -117,9 +117,8 @@ def _opened(
     ) as model:
         batches = list(labelled_batches(rows, model=model, collate=collate, batch_size=batch_size))
         if not any(bool(model.terms_per_row(batch).any()) for batch in batches):
-            raise ValueError(
-                f"no row of {name} has a likelihood term ({all_ignored(shift=model.shifts_labels)}): check labels"
-            )
+            reason = all_ignored(shift=model.term_kind == "token")
+            raise ValueError(f"no row of {name} has a likelihood term ({reason}): check labels")
         yield plain, model, batches
 
 

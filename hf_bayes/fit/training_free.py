@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, default_data_collator
 
+from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import FinalPassResult, Problem
@@ -208,16 +209,20 @@ def _fit(
 
 
 def _search(model: BayesianModel, config: Any, batches: Batches, num_rows: int, seed: int) -> FinalPassResult:
-    """Return the posterior that the even rows determine."""
+    """Return the posterior that the even rows determine: the result of a run without an update."""
     theta = model.current.detach().cpu()
-    data = DataAccess(batches, num_rows, heldout=batches, num_heldout=num_rows)
+
+    def even(numbers: Sequence[int]) -> Iterable[dict[str, Any]]:
+        return batches([2 * number for number in numbers])
+
+    data = DataAccess(batches, num_rows, heldout=even, num_heldout=len(range(0, num_rows, 2)))
     objective = ModelObjective(model, DataScale(1.0, num_rows, None, num_rows), seed=seed, data=data)
     problem = Problem(1.0, FlatPrior(), 1.0, 1, 0, model.layout.named_shapes, seed=seed)
     try:
-        found: FinalPassResult = config.final_pass(theta, objective.data_pass, problem, part="even")
+        run: Run[Any] = Run(config.build(problem), objective, theta, (), problem)
+        return run.finish()
     finally:
         objective.close()
-    return found
 
 
 def _compare(model: BayesianModel, posterior: Posterior, batches: Batches, num_rows: int) -> Comparison:

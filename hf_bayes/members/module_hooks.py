@@ -94,8 +94,8 @@ class HookedLayer:
         leaves = {attribute: getattr(self.module, attribute).detach() for attribute in wanted}
 
         def of_row(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-            y, pull, *_ = torch.func.vjp(lambda values: compat.forward_with(self.module, values, one), leaves)
-            found: dict[str, Tensor] = pull(gradient.to(y.dtype))[0]
+            y, vjp_of, *_ = torch.func.vjp(lambda values: compat.forward_with(self.module, values, one), leaves)
+            found: dict[str, Tensor] = vjp_of(gradient.to(y.dtype))[0]
             return found
 
         rows = torch.func.vmap(of_row)(x.detach(), g.detach())

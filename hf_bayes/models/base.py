@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.tensors import with_tensors
@@ -21,7 +21,7 @@ from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.quantised import guard
-from hf_bayes.models.base_model import core_of, refuse_foreign
+from hf_bayes.models.base_model import core_of, num_labels_of, refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of, stored_temperature
 from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
@@ -49,6 +49,7 @@ class BayesianModel(HostMethods):
         calibrated: whether predictions use the temperature of the mixture that is stored with the posterior.
     """
 
+    model: nn.Module
     likelihood: Likelihood
     predictor: Predictor
     posterior: Posterior | None = None
@@ -56,8 +57,8 @@ class BayesianModel(HostMethods):
     task: ClassVar[str]
     auto_class: ClassVar[Any]
     """The auto class of transformers that loads the base model."""
-    shifts_labels: ClassVar[bool] = False
-    """True if the label of a position is the next token."""
+    term_kind: ClassVar[str] = "outputs"
+    """A likelihood term is "outputs" (of a row, or a labelled token), the next "token", or a pair of "answers"."""
     predicts_its_terms: ClassVar[bool] = True
     """False if a loaded posterior does not predict the likelihood terms of training, as after DPO."""
     linearises: ClassVar[bool] = False
@@ -70,7 +71,7 @@ class BayesianModel(HostMethods):
         self.check_core(core)
         refuse_foreign(model, core)
         refuse_theta(layout, theta)
-        super().__init__(core.config)
+        super().__init__(cast(PreTrainedConfig, core.config))
         self.model, self.layout = model, layout
         self._restoration = Restoration(model)
         self.members = Members(model, core, layout, trunk=trunk)
@@ -86,7 +87,7 @@ class BayesianModel(HostMethods):
         """Raise a ValueError for a model that this class has no predictions for."""
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls, directory_or_repo: str | os.PathLike[str] | Posterior, *, members: int | None = None,
         revision: str | None = None, subfolder: str | None = None, token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None, force_download: bool = False, local_files_only: bool = False,
@@ -128,7 +129,7 @@ class BayesianModel(HostMethods):
             bayesian.use_settings_of(found.posterior)
             bayesian.calibrated = calibrated
             stored = "members" if members is not None else found.posterior.config.prediction
-            bayesian.eval().predict_by(stored if prediction is None else prediction)
+            bayesian.eval().predict_by(stored if prediction is None else prediction)  # type: ignore[no-untyped-call]
             undo.pop_all()
         bayesian._restoration.own_base = found.own_base
         return bayesian
@@ -249,7 +250,7 @@ class BayesianModel(HostMethods):
     def spread_members(self, group: Any = None) -> Self:
         """Keep this process's share of theta (``share_of``). From now on all processes must make the same calls."""
         theta, self.current_members.own_spread = share_of(self.theta, group)
-        self.theta = nn.Parameter(theta)
+        self.place(theta)
         return self
 
     def detach(self) -> nn.Module:
@@ -317,7 +318,7 @@ class BayesianModel(HostMethods):
     @property
     def num_outputs(self) -> int:
         """The number C of classes, labels or numbers that the head returns."""
-        return int(self.config.num_labels)
+        return int(num_labels_of(self.config))
 
     @property
     def num_root_columns(self) -> int | None:
@@ -327,7 +328,7 @@ class BayesianModel(HostMethods):
     def terms_per_row(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return [B], the number of likelihood terms in each row of a batch with ``labels`` [B, ...]."""
         labels = inputs["labels"]
-        labels = next_tokens(labels, inputs.get("attention_mask")) if self.shifts_labels else labels
+        labels = next_tokens(labels, inputs.get("attention_mask")) if self.term_kind == "token" else labels
         return self.likelihood.is_term(labels).reshape(len(labels), -1).sum(1)
 
     def outputs(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:

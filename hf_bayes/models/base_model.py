@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from typing import Any
+from typing import Any, cast
 
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
 from hf_bayes.core.layout import Layout
@@ -31,6 +31,11 @@ def core_of(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def num_labels_of(config: PreTrainedConfig) -> int:
+    """Return the number of outputs of a head. The annotations of transformers allow None, which no model has."""
+    return cast(int, config.num_labels)
+
+
 def config_of_adapter(model: nn.Module) -> PeftConfig | None:
     """Return the config of the active adapter; None for a model without an adapter."""
     return model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
@@ -39,7 +44,7 @@ def config_of_adapter(model: nn.Module) -> PeftConfig | None:
 def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
     """Raise for a model that cannot have a member axis, before anything is read or changed."""
     foreign = not isinstance(core, PreTrainedModel)
-    if foreign or core.config.is_encoder_decoder:
+    if foreign or cast(PreTrainedModel, core).config.is_encoder_decoder:
         kind = "not a transformers model" if foreign else "an encoder-decoder model"
         raise ValueError(
             f"{type(core).__name__} is {kind}; supported are {SUPPORTED}. Take one of these (docs/models.md)"
@@ -51,8 +56,9 @@ def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
 
 def _refuse_adapter(config: PeftConfig) -> None:
     if config.is_prompt_learning:
+        kind = cast(PeftType, config.peft_type).value
         raise ValueError(
-            f"an adapter of peft's {config.peft_type.value} adds virtual tokens outside the model's layers, which a "
+            f"an adapter of peft's {kind} adds virtual tokens outside the model's layers, which a "
             "member axis cannot see. Use LoRA, or give the model without it (get_base_model())"
         )
     start = getattr(config, "init_lora_weights", None)
@@ -142,7 +148,8 @@ def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, A
     """
     head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
     if not core.can_generate():
-        head["labels"] = [core.config.id2label[index] for index in range(core.config.num_labels)]
+        names = cast("dict[int, str]", core.config.id2label)
+        head["labels"] = [names[index] for index in range(num_labels_of(core.config))]
     quantization = getattr(core.config, "quantization_config", None)
     if quantization is not None:
         head["quantization_config"] = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -259,7 +266,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     known = lora_config.FIELDS.keys() | lora_config.NEUTRAL | lora_config.IGNORED
     defaults = {field.name: field.default for field in dataclasses.fields(config)}  # of a field that is newer than this
     content = {name: value for name, value in content.items() if name in known or value != defaults.get(name)}
-    return lora_config.checked({**content, **lora_layers.names_of(model)})
+    return lora_config.checked({**content, **lora_layers.names_of(cast(PeftModel, model))})
 
 
 def _name(model: nn.Module, core: PreTrainedModel) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     """
 
     task = "causal_lm"
-    shifts_labels = True
-    auto_class = AutoModelForCausalLM
+    term_kind = "token"
+    auto_class: ClassVar[Any] = AutoModelForCausalLM
     predictor: TokenPredictor
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
@@ -230,7 +230,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             steps = _kept(logits_to_keep, length, device)
             positions = (torch.arange(rows, device=device)[:, None] * length + steps).flatten()
             flat = self._predict(states, positions)
-        outputs = {name: value.view(rows, len(steps), *value.shape[1:]) for name, value in flat.items()}
+        outputs: dict[str, Any] = {name: value.view(rows, len(steps), *value.shape[1:]) for name, value in flat.items()}
         loss = None
         if labels is not None:
             refuse_labels(self.likelihood, labels, self.num_outputs)
@@ -254,7 +254,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     @torch.no_grad()
     @predicts
-    def generate(
+    def generate(  # type: ignore[override]
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
     ) -> Any:
         """Generate from the mixture with transformers' own ``generate``.
@@ -271,7 +271,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                 closed form.
         """
         kwargs["generation_config"] = generation_config
-        return self.decoding.generate(self, super().generate, inputs, kwargs)
+        return self.decoding.generate(self, super().generate, inputs, kwargs)  # type: ignore[misc]
 
     @torch.no_grad()
     @predicts
@@ -308,26 +308,27 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self.core.prepare_inputs_for_generation(*args, **kwargs)
+        prepared: dict[str, Any] = cast(Any, self.core).prepare_inputs_for_generation(*args, **kwargs)
+        return prepared
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         return self.decoding.reorder(self._num_cached, past_key_values, beam_idx)
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
-        config = super()._prepare_generated_length(*args, **kwargs)
+        config = super()._prepare_generated_length(*args, **kwargs)  # type: ignore[misc]
         return self.decoding.check_length(self.check_inputs, config, kwargs["input_ids_length"])
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
     ) -> Any:
         self.decoding.check_cache(self._num_cached, generation_config, model_kwargs, batch_size)
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)  # type: ignore[misc]
 
-    def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return self.decoding.remember_mask(super()._prepare_attention_mask_for_generation(*args, **kwargs))
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        return self.decoding.watched(super()._get_stopping_criteria(*args, **kwargs))
+        return self.decoding.watched(super()._get_stopping_criteria(*args, **kwargs))  # type: ignore[misc]
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Return False: on GPUs generate compiles the forward for static caches, and a member axis prevents that."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
@@ -80,7 +80,7 @@ class BayesianClassifier(BayesianModel):
             raise
         self.texts_per_row: int = getattr(self.likelihood, "texts_per_row", 1)
         if self.texts_per_row > 1:
-            self.check_inputs = GroupCheck(self.check_inputs, self.texts_per_row)
+            self.check_inputs: Any = GroupCheck(self.check_inputs, self.texts_per_row)
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
         """Return the likelihood of the problem that transformers reads from the head's configuration."""
@@ -167,7 +167,7 @@ class BayesianClassifier(BayesianModel):
         if labels is not None:
             self._check_given(found.logits[None], labels)
             loss = found.loss(labels)
-        return BayesianClassifierOutput(loss=loss, logits=found.logits, **found.parts)
+        return BayesianClassifierOutput(loss=loss, logits=found.logits, **cast("dict[str, Any]", found.parts))
 
     @predicts
     def read_predictions(self, inputs: dict[str, Any], read: Reader, *, keep_logits: bool = False) -> Readings:

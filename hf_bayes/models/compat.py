@@ -1,7 +1,8 @@
-"""Private names of transformers and torch that ``models`` and ``pipelines`` override or read.
+"""Private names of transformers, torch and lm_eval that ``models`` and ``pipelines`` override or read.
 
-``HOOKS`` and ``ATTRIBUTES`` list the names that stand in our classes. All other private names are read in the functions
-below. ``tests/models/test_compat.py`` compares the lists with the installed versions and with our classes.
+``HOOKS`` and ``ATTRIBUTES`` list the names that stand in our classes, ``ALLOWED`` and ``CONFIG_FIELDS`` the names that
+stand there as text. ``READ`` lists the names that the functions below read. ``tests/models/test_compat.py`` compares
+the lists with the installed versions and with our classes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class PrivateMethod(NamedTuple):
 
 _MODEL, _GENERATION = "transformers.PreTrainedModel", "transformers.GenerationMixin"
 _PIPELINE = "transformers.Pipeline"
+_HARNESS = "lm_eval.models.huggingface.HFLM"
 
 HOOKS = (
     PrivateMethod("torch.nn.Module", "_apply", ("fn", "recurse")),
@@ -80,8 +82,18 @@ HOOKS = (
     PrivateMethod(_PIPELINE, "_sanitize_parameters", ("pipeline_parameters",)),
     PrivateMethod(_PIPELINE, "_forward", ("input_tensors", "forward_parameters")),
     PrivateMethod(_PIPELINE, "_prepare_generate_kwargs", ("generate_kwargs", "overrides")),
+    PrivateMethod(_HARNESS, "_loglikelihood_tokens", ("requests", "disable_tqdm", "override_bs")),
 )
 """Methods that our classes override. Some of them call the host's own method."""
+
+ALLOWED = (
+    PrivateMethod(
+        _GENERATION,
+        "_expand_multimodal_outputs",
+        ("input_ids", "mm_encoder_output", "expand_size", "inputs_embeds"),
+    ),
+)
+"""Methods that a model of the user may define by itself, although ours neither override nor call them."""
 
 ATTRIBUTES = (
     (_MODEL, "_supports_sdpa"),
@@ -98,6 +110,13 @@ ATTRIBUTES = (
 
 PRIVATE_ARGUMENTS = ("_from_pipeline",)
 """Keyword arguments with which ``transformers.pipeline`` calls ``from_pretrained``."""
+
+
+CONFIG_FIELDS = ("_attn_implementation", "_experts_implementation", "_commit_hash", "_name_or_path")
+"""Private attributes of ``PreTrainedConfig``. They are read, or left out of fingerprints by their names."""
+
+READ = ("_get_feat_extract_output_lengths", "_model_mapping", "_extra_content", "_batch_size", "_preprocess_params")
+"""Private names of models, auto classes, their mappings and pipelines, which the functions below read."""
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------

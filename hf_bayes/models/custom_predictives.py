@@ -10,6 +10,7 @@ Classes have entropies in nats, as the classes of transformers' heads do.
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from hf_bayes.models import predictives
 from hf_bayes.models.predictives import MemberClasses, MemberPredictive, number_statistics
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.base import Moments
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 from hf_bayes.uncertainty.custom.weighted import WeightedRows
 from hf_bayes.uncertainty.decomposition import Prediction
@@ -32,7 +34,7 @@ class OwnNumbers(MemberPredictive):
 
     def __init__(self, logits: Tensor, likelihood: Adapted, spread: LocalMembers) -> None:
         super().__init__(logits, likelihood, spread)
-        means, variances = likelihood.config.predict(widened(logits))
+        means, variances = cast(Moments, likelihood.config.predict(widened(logits)))
         self.logits = spread.mean(means)
         aleatoric = spread.mean(variances)
         epistemic = spread.mean((means - self.logits).square())

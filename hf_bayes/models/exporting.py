@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -117,7 +117,8 @@ def merged(posterior: Posterior, network: Tensor, *, base_model: Any = None) -> 
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         for name, value in layout.unflatten(network).items():
             tensors[name].copy_(value)
-        found: Any = model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model
+        whole = model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model
+        found = cast(PreTrainedModel, whole)
         _untie(found)
     return found
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.members import Members
@@ -22,7 +22,7 @@ class HostMethods(PreTrainedModel):
     """
 
     base_model_prefix = "model"
-    __getattr__: None  # type: ignore[assignment]  # type checkers: nn.Module's gives a type to misspelled names too
+    __getattr__: None  # type: ignore[assignment, misc]  # type checkers: nn.Module's gives a type to misspelled names too
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     theta: nn.Parameter
@@ -31,7 +31,7 @@ class HostMethods(PreTrainedModel):
     @property
     def core(self) -> PreTrainedModel:
         """The transformers model inside."""
-        return self.members.core
+        return cast(PreTrainedModel, self.members.core)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_compiling(self)
@@ -44,12 +44,16 @@ class HostMethods(PreTrainedModel):
     def _check_and_adjust_experts_implementation(self, experts_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         return experts_implementation
 
+    def place(self, theta: Tensor) -> None:
+        """Make a copy of ``theta`` [M, d] the model's own members. Nothing else writes the parameter ``theta``."""
+        self.theta.data = theta.detach().to(self.theta.device).clone()
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Change dtype or device as torch does, but never narrow members: bfloat16 would round their noise away."""
         before = self.theta.data
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.theta.dtype.itemsize < before.dtype.itemsize:
-            self.theta.data = before.to(self.theta.device)
+            self.place(before)
         return self
 
     @property
@@ -82,4 +86,4 @@ class HostMethods(PreTrainedModel):
     def gradient_checkpointing_disable(self) -> None:
         self.core.gradient_checkpointing_disable()
 
-    save_pretrained, push_to_hub = refuse_saving, refuse_pushing
+    save_pretrained, push_to_hub = refuse_saving, refuse_pushing  # type: ignore[assignment]

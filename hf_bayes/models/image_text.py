@@ -7,7 +7,7 @@ and no token sees a later one, so that the next token is predicted from the toke
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,23 +75,23 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
     # -- generate's own hooks -------------------------------------------------------------------------------------
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        self.core._validate_model_kwargs(model_kwargs)
+        cast(Any, self.core)._validate_model_kwargs(model_kwargs)
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
-        positions: Tensor = self.core._prepare_position_ids_for_generation(*args, **kwargs)
+        positions: Tensor = cast(Any, self.core)._prepare_position_ids_for_generation(*args, **kwargs)
         return positions
 
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        updated: dict[str, Any] = self.core._update_model_kwargs_for_generation(*args, **kwargs)
+        updated: dict[str, Any] = cast(Any, self.core)._update_model_kwargs_for_generation(*args, **kwargs)
         return updated
 
-    def _expand_inputs_for_generation(
+    def _expand_inputs_for_generation(  # type: ignore[override]
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         """Repeat the rows for beams and samples, each with its own images."""
         pictures = pictures_of(kwargs)
         rest = {name: value for name, value in kwargs.items() if name not in pictures}
-        ids, rest = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **rest)
+        ids, rest = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **rest)  # type: ignore[arg-type, misc]
         if pictures and expand_size > 1:
             assert input_ids is not None
             index = torch.arange(len(input_ids)).repeat_interleave(expand_size)

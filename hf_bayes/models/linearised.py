@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hf_bayes.members.inputs import shape_of_texts
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.members.sparse_backward import skipping_zeros
+from hf_bayes.methods.registry import names_with
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.layer_covariance import LayerReads, covariance_of_layers, over_inputs, read_positions
 from hf_bayes.models.output_covariance import head_covariance
@@ -121,9 +122,10 @@ def linearisation_of(model: BayesianModel, link: str) -> Linearisation:
         raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
     if model.posterior is None or not isinstance(model.posterior.approximation, Gaussian):
         found = "none" if model.posterior is None else f"one of {model.posterior.config.approximation}"
+        of_gaussians = names_with(lambda needs: needs.ends_in_gaussian)
         raise ValueError(
             f"linearise needs a Gaussian posterior, got {found}: load one whose method makes a "
-            "Gaussian (docs/laplace.md), or predict by members"
+            f"Gaussian ({of_gaussians}), or predict by members"
         )
     return Linearisation(model.posterior.approximation, link)
 
@@ -309,7 +311,7 @@ def _record_size(hooks: LayerHooks, inputs: dict[str, Any], num_outputs: int) ->
     for layer in hooks.layers:
         height, width = next(iter(layer.module.parameters(recurse=False))).shape[0], 0
         if layer.linear:
-            height, width = layer.module.weight.shape[:: -1 if layer.transposed else 1]
+            height, width = cast(Tensor, layer.module.weight).shape[:: -1 if layer.transposed else 1]
         total += (width or height) + num_outputs * height
     rows, texts, positions = shape_of_texts(inputs)
     if not {"input_ids", "inputs_embeds"} & inputs.keys():  # an image has as many elements as its patches, about

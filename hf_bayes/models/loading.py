@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftModel
@@ -123,7 +123,7 @@ def _fitted(core: nn.Module, posterior: Posterior, check_base: bool) -> Iterator
     model = core if adapter is None else lora_layers.build(core, adapter, posterior.layout, posterior.config.task, what)
     try:
         _check_parameters(model, posterior.layout, what)
-        _check_base(model, core, posterior, what, check_base)
+        _check_base(model, cast(PreTrainedModel, core), posterior, what, check_base)
         yield model
     except BaseException:
         if isinstance(model, PeftModel):
@@ -205,7 +205,7 @@ def load_image_processor(directory_or_repo: str | os.PathLike[str], **options: A
         OSError: if neither has one.
         ValueError: if its place is unknown, or it needs code.
     """
-    return _load_reader("image processor", AutoImageProcessor, _READERS, directory_or_repo, **options)
+    return _load_reader("image processor", AutoImageProcessor, _READERS, directory_or_repo, **options)  # type: ignore[no-any-return]
 
 
 def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -307,7 +307,7 @@ def _load_base(
     if isinstance(given, nn.Module):
         refuse_adapted(given)
         base.refuse_spread(given)
-        return Loaded(given)
+        return Loaded(cast(PreTrainedModel, given))
     name, hub = locate(posterior, given, location, trust_remote_code)
     if not name:
         raise ValueError(

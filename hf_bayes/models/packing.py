@@ -25,7 +25,7 @@ def refuse_mixed_documents(model: BayesianModel, theta: Tensor, inputs: dict[str
         inputs: a batch with ``labels`` that all of them see; a batch that is not packed is not checked.
     """
     first = first_documents(inputs)
-    if first is None or not model.shifts_labels:
+    if first is None or model.term_kind != "token":
         return
     ids = inputs["input_ids"]
     later = {**inputs, "labels": inputs["labels"].masked_fill(first, IGNORE)}

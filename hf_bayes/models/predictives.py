@@ -109,7 +109,7 @@ class LabelPredictive:
         absent, present = (nll_at_temperatures(flat, torch.full_like(flat[:, 0], label, dtype=torch.long))
                            for label in (0, 1))  # fmt: skip
         found = (1 - share) * absent + share * present  # a label may be a share between 0 and 1
-        return found.unflatten(0, labels.shape).sum(-3).flatten(0, -3)
+        return found.unflatten(0, labels.shape).sum(-3).flatten(0, -3)  # type: ignore[no-any-return]
 
     def _nll(self, labels: Tensor) -> Tensor:
         return -self.likelihood.log_prob(self.logits[None], labels[None])[0]
@@ -302,7 +302,7 @@ class GaussianNumbers(NumberPredictive):
     def below(self, labels: Tensor) -> Tensor:
         """Return [B, C] the predictive probability of numbers below the labels, a mean over the K Gaussians."""
         residual = labels.to(self.mean).reshape(self.logits.shape) - self.mean
-        return torch.special.ndtr(residual / (self._variance + self.noise_std**2).sqrt()).mean(0)
+        return torch.special.ndtr(residual / (self._variance + self.noise_std**2).sqrt()).mean(0)  # type: ignore[no-any-return]
 
     def _nll(self, labels: Tensor) -> Tensor:
         numbers = labels.to(self.mean).reshape(self.logits.shape)

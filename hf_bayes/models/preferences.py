@@ -35,7 +35,7 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
         other_reference: a function of a batch of pairs to log p_ref [B, 2] of another reference model; None for none.
     """
 
-    shifts_labels = False
+    term_kind = "answers"
     predicts_its_terms: ClassVar[bool] = False
 
     def __init__(
@@ -128,7 +128,7 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
 
     def rewards(self, sums: Tensor, reference: Tensor) -> Tensor:
         """Return [m, B, 2], the rewards of the answers, given their log-probabilities [m, 2 B]."""
-        return self.preferences.beta * (sums.unflatten(1, (-1, self.texts_per_row)) - reference)
+        return self.preferences.beta * (sums.unflatten(1, (-1, self.texts_per_row)) - reference)  # type: ignore[no-any-return]
 
     # -- predictions of pairs -----------------------------------------------------------------------------------------
 

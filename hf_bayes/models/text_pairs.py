@@ -24,7 +24,7 @@ def flattened(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def grouped(rewards: Tensor, texts_per_row: int) -> Tensor:
     """Return [M, B, 2], the outputs of the texts of each row, given [M, 2 B, 1]."""
-    return rewards[..., 0].unflatten(1, (-1, texts_per_row))
+    return rewards[..., 0].unflatten(1, (-1, texts_per_row))  # type: ignore[no-any-return]
 
 
 class GroupCheck:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from torch import Tensor
 from hf_bayes.members.single_member import weights_of
 from hf_bayes.methods.laplace.accumulators import Accumulator
 from hf_bayes.methods.laplace.estimators import Estimator, Terms
-from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.objectives.curvature_products import CausalPass, Tokens
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
+
+if TYPE_CHECKING:
+    from hf_bayes.models.preferences import BayesianModelForPreferences
 
 _TOKENS = Categorical()
 

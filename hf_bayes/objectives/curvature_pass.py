@@ -22,13 +22,15 @@ from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate, draw_ha
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.objectives.answer_products import AnswerPass
 from hf_bayes.objectives.curvature_products import CausalPass, CurvaturePass, Job, OutputPass
 from hf_bayes.objectives.likelihood_terms import all_ignored
 
 Batches = Callable[[Sequence[int]], Iterable[dict[str, Any]]]
 """Numbers of rows in the data -> these rows, in this order, in batches."""
+
+PASSES: dict[str, type[CurvaturePass]] = {"outputs": OutputPass, "token": CausalPass, "answers": AnswerPass}
+"""``BayesianModel.term_kind`` -> the pass for such terms."""
 
 TRUE = EmpiricalFisherOfRows()
 """The VJPs of the scores at the data's labels. Their sum over rows is the gradient of the log-likelihood."""
@@ -159,7 +161,7 @@ def _gradient_estimate(
 def _require_terms(model: BayesianModel, log_lik: float, num_terms: float) -> None:
     """Raise ``NothingToExpand`` for data without likelihood terms, or whose log-likelihood is not finite."""
     if num_terms == 0:
-        reason = all_ignored(shift=model.shifts_labels)
+        reason = all_ignored(shift=model.term_kind == "token")
         raise NothingToExpand(f"the data hold no likelihood term ({reason}): check labels")
     _require_finite("log-likelihood", torch.tensor(log_lik))
 
@@ -192,9 +194,7 @@ def run_vjps(
 
 def pass_of(model: BayesianModel) -> type[CurvaturePass]:
     """Return the kind of pass that belongs to a model."""
-    if isinstance(model, BayesianModelForPreferences):
-        return AnswerPass
-    return CausalPass if model.shifts_labels else OutputPass
+    return PASSES[model.term_kind]
 
 
 def _share(rows: Sequence[int], mesh: ChainMesh | None) -> list[int]:
@@ -221,7 +221,7 @@ def _hessian(
     """Return the result for the Hessian, computed column by column through the graph of the gradient."""
     dim, parameters = model.layout.dim, list(random.values())
     scale, mesh, num_rows = data.scale, data.mesh, data.num_rows
-    matrix, slope = theta.new_zeros(dim, dim), theta.new_zeros(dim)
+    matrix, gradient_sum = theta.new_zeros(dim, dim), theta.new_zeros(dim)
     log_lik, num_terms = 0.0, 0.0
     for parameter in parameters:
         parameter.requires_grad_()
@@ -240,7 +240,7 @@ def _hessian(
                     pairs = zip(second, parameters, strict=True)
                     filled = [torch.zeros_like(p) if g is None else g for g, p in pairs]
                     matrix[column] -= torch.cat([g.flatten() for g in filled]).to(matrix)
-                slope += flat.detach().to(slope)
+                gradient_sum += flat.detach().to(gradient_sum)
                 log_lik += float(value.detach())
                 num_terms += terms
     finally:
@@ -249,15 +249,15 @@ def _hessian(
     log_lik, num_terms = _sum((log_lik, num_terms), theta, mesh)
     if mesh is not None:
         mesh.sum_over_data(matrix)
-        mesh.sum_over_data(slope)
+        mesh.sum_over_data(gradient_sum)
     _require_terms(model, log_lik, num_terms)
-    _require_finite("gradient", slope)
+    _require_finite("gradient", gradient_sum)
     _require_finite("Hessian", matrix)
     matrix = (matrix + matrix.mT) / 2
     curvature: Curvature = FullCurvature(matrix, hessian=True)
     if spec.structure == "diagonal":
         curvature = DiagonalCurvature(matrix.diagonal().clone(), hessian=True)
-    found = GradientEstimate(scale * slope.cpu().expand(2, -1), num_rows, num_rows) if gradient else None
+    found = GradientEstimate(scale * gradient_sum.cpu().expand(2, -1), num_rows, num_rows) if gradient else None
     return CurvaturePassResult(
         moved(curvature.scaled(scale), "cpu"), scale * log_lik, found, num_rows, int(num_terms), {}
     )

@@ -22,8 +22,8 @@ from torch import Tensor
 from hf_bayes.core.rng import generator
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.members.evaluation_mode import evaluating
+from hf_bayes.objectives.informed_spread import SpreadPlan, grad_energy
 from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.objectives.spread import SpreadPlan, grad_energy
 from hf_bayes.uncertainty.decomposition import decompose
 
 STEP, NUM_STEPS = 0.5, 2

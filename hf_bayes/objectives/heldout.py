@@ -16,6 +16,7 @@ from hf_bayes.diagnostics.comparison import RowScores
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.passes import value_and_gradient
 
 Nats = TypeVar("Nats", float, Tensor)
 
@@ -135,10 +136,14 @@ class HeldOutRows:
         size = len(next(iter(self.model.passes(batch))))
         for start in range(0, len(theta), size):
             some = slice(start, start + size)
-            leaf = theta[some].detach().requires_grad_()
-            with torch.enable_grad(), self.context():
-                loss = self.model.log_lik(leaf, batch, folded=False, weights=shares[some]).loss.sum()
-            grad[some] += torch.autograd.grad(loss, leaf)[0]
+
+            def loss_of(leaf: Tensor, weights: Tensor = shares[some]) -> Tensor:
+                with self.context():
+                    return self.model.log_lik(leaf, batch, folded=False, weights=weights).loss
+
+            found = value_and_gradient(loss_of, theta[some])[1]
+            assert found is not None
+            grad[some] += found
 
 
 def _of_members(mixed: Nats, single: Nats, num_draws: int, num_members: int | None) -> Nats:

@@ -94,7 +94,7 @@ def count_terms_of(
         dataset,
         collate,
         model.likelihood,
-        shift=model.shifts_labels,
+        shift=model.term_kind == "token",
         num_outputs=model.num_outputs,
         progress=progress,
         check=model.check_inputs,

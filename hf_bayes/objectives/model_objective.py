@@ -1,7 +1,7 @@
 """The log-likelihood of a Bayesian model on rows of data, as the objective of a run.
 
-This module holds the one place in the project that differentiates a micro-batch's log-likelihood
-(``ModelObjective.passes``). Training, kernels, the MAP reference, gradient noise and time estimates all go through it.
+Training, kernels, the MAP reference, gradient noise and time estimates all take the gradient of a micro-batch from
+``ModelObjective.passes``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.heldout import HeldOutRows
 from hf_bayes.objectives.model_of_update import ModelOfUpdate
-from hf_bayes.objectives.passes import MemberPass
-from hf_bayes.objectives.private_rows import Stratum
+from hf_bayes.objectives.passes import MemberPass, value_and_gradient
+from hf_bayes.objectives.private_rows import PrivateRows
 
 SMALL_PASS_ROWS = 512
 """The largest number of rows (members x sequences x positions) at which members are folded in training."""
@@ -78,7 +78,7 @@ class ModelObjective:
         measures_noise: bool = False,
         seed: int = 0,
         members_per_pass: int | None = None,
-        private: Stratum | None = None,
+        private: PrivateRows | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         prepare: Callable[[Any], Any] | None = None,
         data: DataAccess | None = None,
@@ -163,6 +163,12 @@ class ModelObjective:
                 return self._heldout_rows().by_row(theta, what)
         return self.curvature(theta, what, gradient=gradient)
 
+    @torch.no_grad()
+    def each_term(self, theta: Tensor, batches: list[Any], function: Callable[..., Any]) -> list[Any]:
+        """Return ``function`` of the outputs and labels of some terms at a time, under ``theta`` [M, d]."""
+        with self.model.showing(theta.to(self.model.device)), self.context():
+            return [part for batch in batches for part in self.model.each_term(batch, function)]
+
     def close(self) -> None:
         """End the progress bar of held-out passes."""
         if self._heldout is not None:
@@ -193,13 +199,13 @@ class ModelObjective:
         """
 
         def at(point: Tensor, rows: dict[str, Any], members: slice) -> tuple[Tensor, Tensor | None]:
+            def loss_of(leaf: Tensor) -> Tensor:
+                with self.context():
+                    loss: Tensor = self.model(**rows, theta=leaf, folded=not self.shared).loss
+                return loss
+
             self._seed_dropout(members, step, micro)
-            leaf = point.detach().requires_grad_(gradient)
-            with self.context():
-                loss = self.model(**rows, theta=leaf, folded=not self.shared).loss
-            if gradient:
-                loss.sum().backward()
-            return loss.detach(), leaf.grad
+            return value_and_gradient(loss_of, point, gradient=gradient)
 
         def beside(rows: dict[str, Any], members: slice) -> Tensor | None:
             if anchor is None or not gradient:
@@ -209,7 +215,7 @@ class ModelObjective:
         with self._trunk_once(batch, shared=True):
             for members in chunks or self.member_chunks(batch):
                 rows = self.rows_of(batch, members)
-                with self._trunk_once(rows, shared=False), torch.set_grad_enabled(gradient):
+                with self._trunk_once(rows, shared=False):
                     yield MemberPass(members, *at(theta[members], rows, members), beside(rows, members))
 
     def member_chunks(self, batch: dict[str, Any]) -> list[slice]:

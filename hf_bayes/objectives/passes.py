@@ -1,17 +1,18 @@
-"""The interface of ``ModelObjective`` for modules that its own module imports, and that cannot import it."""
+"""The gradient of a log-likelihood, and the interface of ``ModelObjective`` for modules that cannot import it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
-from hf_bayes.objectives.private_rows import Stratum
+from hf_bayes.objectives.private_rows import PrivateRows
 
 
 class MemberPass(NamedTuple):
@@ -30,6 +31,22 @@ class MemberPass(NamedTuple):
     anchor_grad: Tensor | None
 
 
+def value_and_gradient(
+    loss_of: Callable[[Tensor], Tensor], theta: Tensor, *, gradient: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return losses [m] at ``theta`` [m, d], and the gradient of each in its own row; None if it is not requested.
+
+    This is the only place that differentiates a model's log-likelihood in theta. The passes for the curvature
+    differentiate it in the weights of the single model (``curvature_pass``).
+    """
+    leaf = theta.detach().requires_grad_(gradient)
+    with torch.set_grad_enabled(gradient):
+        loss = loss_of(leaf)
+        if gradient:
+            loss.sum().backward()
+    return loss.detach(), leaf.grad
+
+
 class PassingObjective(Protocol):
     """A log-likelihood that yields its gradient on a micro-batch, a few chains at a time.
 
@@ -46,7 +63,7 @@ class PassingObjective(Protocol):
     returns_batches: bool
     measures_noise: bool
     seed: int
-    private: Stratum | None
+    private: PrivateRows | None
     data: DataAccess | None
 
     def prepare(self, batch: Any) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Stratum:
+class PrivateRows:
     """The rows of one process, as one stratum of all data.
 
     Attributes:

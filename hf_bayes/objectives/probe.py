@@ -76,7 +76,7 @@ class Probe:
                 return log_lik, log_lik.new_zeros(len(logits), 0)
             return log_lik, likelihood.identified(logits, chosen).float()
 
-        log_liks, logits = zip(*self._each_term(theta, self.batches, of_terms), strict=True)
+        log_liks, logits = zip(*objective.each_term(theta, self.batches, of_terms), strict=True)
         found = torch.cat(log_liks, 1)[:, :PROBE_TERMS]
         if private is None:
             return ProbeValues(found.cpu(), torch.cat(logits, 1)[:, :PROBE_TERMS].flatten(1).cpu())
@@ -99,17 +99,11 @@ class Probe:
             if logits.shape[-1] <= MAX_CLASSES or objective.private is not None:
                 return None
             drawn = torch.rand(logits.shape[1:], generator=rng).to(logits.device)
-            start = logits[0].float() if model.shifts_labels else drawn
+            start = logits[0].float() if model.term_kind == "token" else drawn
             if not self._likelihood.labels_per_output:  # log p of the label is kept anyway
                 start = start.scatter(1, labels[:, None], -math.inf)
             return start.topk(MOST_LIKELY, dim=1).indices
 
-        found = self._each_term(self._start[None], batches, of_terms)
+        found = objective.each_term(self._start[None], batches, of_terms)
         columns = [part for part in found if part is not None]
         return torch.cat(columns) if columns else None
-
-    @torch.no_grad()
-    def _each_term(self, theta: Tensor, batches: list[dict[str, Any]], function: Callable[..., Any]) -> list[Any]:
-        objective, model = self._objective, self._objective.model
-        with model.showing(theta.to(model.device)), objective.context():
-            return [part for batch in batches for part in model.each_term(batch, function)]

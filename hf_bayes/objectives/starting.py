@@ -19,6 +19,7 @@ from hf_bayes.distributions.priors import build_prior
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.registry import build, generators_of
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
@@ -101,6 +102,7 @@ def start_run(
     Raises:
         ValueError: if the method cannot run on this problem.
     """
+    _require_rows(method, options.get("data"))
     mesh = ChainMesh(method.num_chains, model.device) if mesh is None else mesh
     start = model.theta.detach()[0] if start is None else start
     theta = initial_members(model.layout, start, method, seed=seed, chains=mesh.chains) if theta is None else theta
@@ -119,6 +121,19 @@ def start_run(
     options = {"chains": mesh.chains, "watch_noise": objective.measures_noise}
     run = Run(built, objective, theta, rngs, problem, warm_start=warm_start, **options)
     return StartedRun(run, objective, prior, settings)
+
+
+def _require_rows(method: MethodConfig, data: DataAccess | None) -> None:
+    """Check that a method that passes over rows by number has them."""
+    needs = method.requirements
+    if not (needs.final_pass or needs.heldout != "none"):
+        return
+    kind = "rows" if needs.heldout == "none" else "rows and held-out rows"
+    if data is None or (needs.heldout != "none" and data.heldout is None):
+        raise ValueError(
+            f"{method.name} passes over {kind} by number after its updates, and data={data!r:.40} has none: give "
+            "data=, a DataAccess (hf_bayes.objectives.data_access)"
+        )
 
 
 def _problem_of(

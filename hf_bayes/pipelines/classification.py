@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
 
@@ -56,12 +56,12 @@ _TEXTS = ("text", "text_pair", "text_target", "text_pair_target")
 class _ScoredPipeline(BayesianPipeline):
     """A pipeline with one output for each input, and ``top_k`` records of it."""
 
-    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+    def __call__(self, inputs: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         if isinstance(inputs, list) and not inputs:
             raise ValueError(f"{self.task_name} got an empty list: give one input or more")
         if self.reads == "tokenizer":
             self.check_texts(inputs)
-        return super().__call__(inputs, **kwargs)
+        return super().__call__(inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _sanitize_parameters(
         self, function_to_apply: str | None = None, abstain: bool | Abstention | None = None, **kwargs: Any
@@ -88,13 +88,13 @@ class _ScoredPipeline(BayesianPipeline):
             found[-1]["abstain"] = rule_for(self.model, abstain, CLASS_MEASURES)
         return found
 
-    def postprocess(
+    def postprocess(  # type: ignore[override]
         self, model_outputs: Any, function_to_apply: str | None = None, abstain: Abstention | None = None, **kwargs: Any
     ) -> Any:
         # transformers decides by the configuration, and treats a single output as a logit
         applied = function_to_apply or self._functions()[0]
         with self._answers_named() as names:
-            result = super().postprocess(model_outputs, function_to_apply=applied, **kwargs)
+            result = super().postprocess(model_outputs, function_to_apply=applied, **kwargs)  # type: ignore[arg-type, safe-super]
         for record in as_list(result):
             if "total" in model_outputs:
                 record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS if part in model_outputs}
@@ -133,7 +133,7 @@ class _ScoredPipeline(BayesianPipeline):
             if count != likelihood.num_outputs:
                 config.id2label = {number: f"LABEL_{number}" for number in range(count)}
         try:
-            yield config.id2label
+            yield cast("dict[int, str]", config.id2label)
         finally:
             config.id2label = given
 
@@ -146,12 +146,12 @@ def _class_uncertainty(outputs: Any, measure: str) -> float:
     return float(outputs[measure][0])
 
 
-class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipeline):
+class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipeline):  # type: ignore[misc]
     """transformers' text classification with a Bayesian model; records as in the module's docstring."""
 
     model_class = BayesianModelForSequenceClassification
 
-    def _sanitize_parameters(
+    def _sanitize_parameters(  # type: ignore[override]
         self,
         function_to_apply: str | None = None,
         abstain: bool | Abstention | None = None,
@@ -161,11 +161,11 @@ class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipe
         self.check_tokenizer_arguments(self.tokenizer, kwargs, taken=_TEXTS)
         return super()._sanitize_parameters(function_to_apply, abstain, top_k=top_k, **kwargs)
 
-    def _forward(self, model_inputs: Any) -> Any:
+    def _forward(self, model_inputs: Any) -> Any:  # type: ignore[override]
         return self.call_without_cache(model_inputs)
 
 
-class BayesianImageClassificationPipeline(_ScoredPipeline, ImageClassificationPipeline):
+class BayesianImageClassificationPipeline(_ScoredPipeline, ImageClassificationPipeline):  # type: ignore[misc]
     """transformers' image classification with a Bayesian model; records as in the module's docstring.
 
     Takes what ``ImageClassificationPipeline`` takes: images, arrays, paths and addresses of images, lists, generators
@@ -176,7 +176,7 @@ class BayesianImageClassificationPipeline(_ScoredPipeline, ImageClassificationPi
     reads = "image_processor"
 
 
-class BayesianAudioClassificationPipeline(_ScoredPipeline, AudioClassificationPipeline):
+class BayesianAudioClassificationPipeline(_ScoredPipeline, AudioClassificationPipeline):  # type: ignore[misc]
     """transformers' audio classification with a Bayesian model; records as in the module's docstring.
 
     Takes what ``AudioClassificationPipeline`` takes: arrays at the feature extractor's sampling rate, paths and

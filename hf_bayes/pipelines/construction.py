@@ -29,6 +29,8 @@ class BayesianPipeline(Pipeline):
     task_name: ClassVar[str]
     model_class: ClassVar[type[BayesianModel]]
     reads: ClassVar[str] = "tokenizer"
+    model: BayesianModel
+    tokenizer: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -42,7 +44,7 @@ class BayesianPipeline(Pipeline):
             kwargs["device"] = model.device
         if tokenizer is not None:
             check_vocabulary(tokenizer, model.core)
-        super().__init__(model=model, tokenizer=tokenizer, **kwargs)
+        super().__init__(model=model, tokenizer=tokenizer, **kwargs)  # type: ignore[arg-type]
 
     @classmethod
     def check_model(cls, model: Any) -> None:
@@ -81,7 +83,7 @@ class BayesianPipeline(Pipeline):
 
     def _sanitize_parameters(self, *args: Any, **kwargs: Any) -> Any:
         self.check_loading_arguments(kwargs)  # transformers would give them to generate, at the first call
-        return super()._sanitize_parameters(*args, **kwargs)
+        return super()._sanitize_parameters(*args, **kwargs)  # type: ignore[no-untyped-call, safe-super]
 
     @classmethod
     def check_tokenizer_arguments(cls, tokenizer: Any, given: Mapping[str, Any], *, taken: Collection[str]) -> None:

@@ -27,8 +27,9 @@ class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline)
 
     model_class = BayesianModelForImageTextToText
     reads = "processor"
+    model: BayesianModelForImageTextToText
 
-    def _forward(self, model_inputs: Any, generate_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _forward(self, model_inputs: Any, generate_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:  # type: ignore[override]
         prompt, ids = model_inputs.pop("text"), model_inputs["input_ids"]
         settings = self._prepare_generate_kwargs(dict(generate_kwargs or {}), return_dict_in_generate=True)
         output = self.model.generate(**model_inputs, **settings)
@@ -45,7 +46,7 @@ class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline)
     def postprocess(self, model_outputs: dict[str, Any], *args: Any, **kwargs: Any) -> list[Record]:
         outputs = _one_row_a_sequence(model_outputs)
         scores = {name: outputs.pop(name) for name in Scores._fields}
-        records: list[Record] = super().postprocess(outputs, *args, **kwargs)
+        records: list[Record] = super().postprocess(outputs, *args, **kwargs)  # type: ignore[no-untyped-call]
         new = outputs["generated_sequence"][:, -scores["logprobs"].shape[-1] :]
         for row, record in enumerate(records):
             own = {name: value[row] for name, value in scores.items()}

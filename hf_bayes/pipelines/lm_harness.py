@@ -15,17 +15,36 @@ from the logits of a Bayesian model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval
 from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.pipelines.continuations import Continuation, Row, read_continuations
 from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.pipelines.harness_metrics import Answer, with_uncertainty
 from hf_bayes.posteriors.tasks import TASKS
+
+if TYPE_CHECKING:
+
+    class HFLM:
+        """The part of lm_eval's model ``hf`` that is used here. Types are checked without the library."""
+
+        model: BayesianModelForCausalLM
+        batch_size: int
+        max_length: int
+        cache_hook: Any
+
+        def __init__(self, pretrained: BayesianModelForCausalLM, **kwargs: Any) -> None: ...
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]: ...
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: Any = None
+        ) -> Sequence[tuple[float, bool]]: ...
+else:
+    from lm_eval.models.huggingface import HFLM
 
 _LOADING = ("members", "revision", "subfolder", "dtype", "trust_remote_code", "base_model", "prediction")
 """Arguments of ``hf_bayes.pipeline`` that ``--model_args`` may have."""

@@ -54,8 +54,8 @@ def to_picture(record: Mapping[str, Any], *, measure: str = "epistemic", vmax: f
         axes.add_patch(Rectangle((index, num_lines + 1), 1, 0.5, color=level.background, lw=0))
     axes.add_patch(Rectangle((0, num_lines + 1), len(LIGHT.levels), 0.5, fill=False, edgecolor="#c9c9cf", lw=0.6))
     for place, tick in zip(("left", "center", "right"), scale.ticks, strict=True):
-        column = {"left": 0, "center": len(LIGHT.levels) / 2, "right": len(LIGHT.levels)}[place]
-        axes.text(column, num_lines + 2.1, tick, ha=place, va="center", fontsize=8, color=_PLAIN.text)
+        end = {"left": 0, "center": len(LIGHT.levels) / 2, "right": len(LIGHT.levels)}[place]
+        axes.text(end, num_lines + 2.1, tick, ha=place, va="center", fontsize=8, color=_PLAIN.text)
     caption = CAPTIONS[measure].split(":")[0] + f"\n{scale.legend}"
     axes.text(len(LIGHT.levels) + 2, num_lines + 1.5, caption, va="center", fontsize=8, color=_PLAIN.text)
     return figure

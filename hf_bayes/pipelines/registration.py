@@ -15,7 +15,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bayes.posteriors.tasks import TASKS
 
@@ -69,11 +69,16 @@ def register(host: ModuleType) -> None:
         kind = type("RegisteredPipeline", (RegisteredPipeline,), {})
         host.PIPELINE_REGISTRY.supported_tasks[name] = {"impl": kind, "pt": (PosteriorToLoad,), "type": "multimodal"}
 
-    class AutoConfig(host.AutoConfig):  # type: ignore[name-defined]
+    if TYPE_CHECKING:
+        from transformers import AutoConfig as StockConfig
+    else:
+        StockConfig = host.AutoConfig
+
+    class AutoConfig(StockConfig):
         """Return an empty configuration for our pipelines, whose models have the configuration of their base."""
 
         @classmethod
-        def from_pretrained(cls, source: Any, **settings: Any) -> Any:
+        def from_pretrained(cls, source: Any, **settings: Any) -> Any:  # type: ignore[override]
             if settings.get(_FROM_PIPELINE) in names:
                 return empty()
             return super().from_pretrained(source, **settings)

@@ -61,7 +61,7 @@ def app_file(posteriors: Sequence[str]) -> str:
     """Return the text of the app. Names are written as literals of Python."""
     template = jinja2.Template(_APP.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined)
     names = [json.dumps(name) for name in posteriors]
-    return template.render(version=library_versions()["hf-bayes"], posteriors=names) + "\n"
+    return template.render(version=library_versions()["hf-bayes"], posteriors=names) + "\n"  # type: ignore[no-any-return]
 
 
 def _version_of_gradio() -> str:

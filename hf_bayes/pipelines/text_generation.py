@@ -75,8 +75,9 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
     """
 
     model_class = BayesianModelForCausalLM
+    model: BayesianModelForCausalLM
 
-    def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:
+    def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         self.check_texts(text_inputs)
         return super().__call__(text_inputs, **kwargs)
 
@@ -92,18 +93,18 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         )
         return prepared
 
-    def _forward(self, model_inputs: dict[str, Any], **generate_kwargs: Any) -> dict[str, Any]:
-        outputs: dict[str, Any] = super()._forward(model_inputs, **generate_kwargs)
+    def _forward(self, model_inputs: dict[str, Any], **generate_kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        outputs: dict[str, Any] = super()._forward(model_inputs, **generate_kwargs)  # type: ignore[no-untyped-call]
         outputs.update(outputs.pop("additional_outputs", {}))  # there, the scores are inside
         outputs.pop("beam_indices", None)
         return outputs
 
-    def postprocess(
+    def postprocess(  # type: ignore[override]
         self, model_outputs: dict[str, Any], *args: Any, abstain: Abstention | None = None, **kwargs: Any
     ) -> list[Record]:
         scores = {name: model_outputs[name][0] for name in Scores._fields}
         rest = {name: value for name, value in model_outputs.items() if name not in Scores._fields}
-        records: list[Record] = super().postprocess(rest, *args, **kwargs)
+        records: list[Record] = super().postprocess(rest, *args, **kwargs)  # type: ignore[no-untyped-call]
         num_new = scores["logprobs"].shape[-1]
         new = model_outputs["generated_sequence"][0][:, -num_new:]
         for row, record in enumerate(records):

@@ -46,7 +46,7 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
             )
         super().__init__(model, tokenizer, **kwargs)
 
-    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+    def __call__(self, inputs: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         if isinstance(inputs, tuple):
             inputs = list(inputs)
         self.check_texts(inputs)
@@ -61,17 +61,17 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
                 )
         if kwargs.get("is_split_into_words") and not isinstance(inputs, list):
             # transformers reads a generator to its end to see what it holds, and has nothing left to tag
-            return super(TokenClassificationPipeline, self).__call__(inputs, **kwargs)
+            return super(TokenClassificationPipeline, self).__call__(inputs, **kwargs)  # type: ignore[no-untyped-call]
         return super().__call__(inputs, **kwargs)
 
-    def preprocess(self, sentence: Any, offset_mapping: Any = None, **kwargs: Any) -> Any:
+    def preprocess(self, sentence: Any, offset_mapping: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         # transformers writes into these settings of the pipeline that one input came in words
-        for chunk in super().preprocess(sentence, offset_mapping, **copy.deepcopy(kwargs)):
+        for chunk in super().preprocess(sentence, offset_mapping, **copy.deepcopy(kwargs)):  # type: ignore[no-untyped-call]
             if chunk["input_ids"].numel() == 0:  # the tokenizer adds no tokens of its own
                 raise ValueError(f"a text needs a token or more to be tagged, got none in {sentence!r:.100}")
             yield chunk
 
-    def _sanitize_parameters(self, **kwargs: Any) -> Any:
+    def _sanitize_parameters(self, **kwargs: Any) -> Any:  # type: ignore[override]
         known = list(inspect.signature(TokenClassificationPipeline._sanitize_parameters).parameters)[1:]
         if unknown := [name for name in kwargs if name not in known]:
             raise ValueError(
@@ -91,21 +91,21 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
             )
         return super()._sanitize_parameters(**kwargs)
 
-    def _forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
+    def _forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         inputs = {name: model_inputs[name] for name in self.tokenizer.model_input_names if name in model_inputs}
         output = self.call_without_cache(inputs)
         # logits first: transformers counts the rows of a batch by the first entry
         return {name: output[name] for name in ("logits", *PARTS) if name in output} | model_inputs
 
-    def postprocess(self, all_outputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> list[Record]:
+    def postprocess(self, all_outputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> list[Record]:  # type: ignore[override]
         whole = {name: all_outputs[0].get(name) for name in ("sentence", "word_to_chars_map")}
         entities = []
         for outputs in all_outputs:  # chunks of a long text, each with places of its own
-            for entity in super().postprocess([outputs | whole], *args, **kwargs):
+            for entity in super().postprocess([outputs | whole], *args, **kwargs):  # type: ignore[no-untyped-call]
                 tokens = entity.pop(_TOKENS, None) or [entity["index"]]
                 means = {part: outputs[part][0, tokens].double().mean().item() for part in PARTS if part in outputs}
                 entities.append({**entity, "score": float(entity["score"]), "uncertainty": means})
-        return self.aggregate_overlapping_entities(entities) if len(all_outputs) > 1 else entities
+        return self.aggregate_overlapping_entities(entities) if len(all_outputs) > 1 else entities  # type: ignore[no-untyped-call]
 
     def aggregate_word(self, entities: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         word: dict[str, Any] = super().aggregate_word(entities, *args, **kwargs)

@@ -39,6 +39,9 @@ SAFETENSORS_METADATA = {"format": "pt"}
 
 # -- huggingface_hub -------------------------------------------------------------------------------------------------
 
+PRIVATE_MODULES = ("huggingface_hub.utils._validators",)
+"""The module that ``validate_repo_id`` stands in."""
+
 
 def is_repo_id(name: str) -> bool:
     """Return whether a name has the form of a repository id of the Hub."""

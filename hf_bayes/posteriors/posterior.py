@@ -333,5 +333,5 @@ def _refuse_plain_adapter(directory: str | os.PathLike[str]) -> None:
     if lora_config.FILE in found and not found & {CONFIG, storage.MANIFEST}:
         raise FileNotFoundError(
             f"{directory} holds a plain adapter, expected a posterior: make one from held-out rows by hf-bayes "
-            "bayesianise (hf_bayes.fit_training_free)"
+            "bayesianise (docs/training_free.md)"
         )

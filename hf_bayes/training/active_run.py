@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import SchedulerType
 
 from hf_bayes.core.rng import generator
-from hf_bayes.core.types import Approximation, FinalPassResult, Problem
+from hf_bayes.core.types import Approximation, Problem
 from hf_bayes.diagnostics.informed_spread import InformedSpread
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
@@ -24,8 +23,8 @@ from hf_bayes.methods.registry import mirrors_chains
 from hf_bayes.models.statistics import with_statistics
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.drift import measure_drift
+from hf_bayes.objectives.informed_spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
-from hf_bayes.objectives.spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.starting import start_run
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.arguments import BayesianTrainingArguments
@@ -34,7 +33,7 @@ from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.own_choices import has_choices, settled, tell_ladder, tell_step_size
 from hf_bayes.training.rows import TrainingRows
-from hf_bayes.training.setup import Setup, place_chains
+from hf_bayes.training.setup import Setup
 from hf_bayes.uncertainty.likelihoods import Normal
 
 MOST_ROWS_OF_STATISTICS = 2**13
@@ -93,7 +92,7 @@ class ActiveRun:
             context=host.autocast,
             prepare=host.prepare,
             data=self._data_access(),
-            trial_updates=rows.updates_for_point,
+            trial_updates=rows.shared_updates,
             found_rate=found_rate,
             falls=SchedulerType(args.lr_scheduler_type) == SchedulerType.CONSTANT,
             progress=not args.disable_tqdm and host.is_first_process,
@@ -148,7 +147,7 @@ class ActiveRun:
     def _spread_plan(self, found: Approximation) -> SpreadPlan | None:
         """Return what to measure of a finished run; None if its energy is not known, or it has no draws."""
         method, settings = self.method, self.settings.method
-        if method != settings or getattr(method, "fit_prior", None):
+        if method != settings or method.requirements.fits_prior:
             return None  # the run has fitted its prior, or found a temperature, so its energy is another one now
         if self.setup.model.members.batch_norms:  # the likelihood of a row depends on the other rows of its batch
             return None
@@ -243,40 +242,24 @@ class ActiveRun:
 
     def finish(self) -> Finished:
         """Return the result of the method, and leave the last states of the chains in the model."""
-        place_chains(self.setup.model, self.run.theta)
-        run, mesh, method = self.run, self.setup.mesh, self.run.method
-        if method.final_pass is not None:
-            return self._final_pass(method.final_pass, run.stacked_draws())
-        approximation = run.finish()
-        if isinstance(approximation, Draws):
-            chain = approximation.chain + mesh.chains.start
-            return Finished(dataclasses.replace(approximation, chain=chain), {}, self.setup.spread)
-        assert run.state is not None
-        state = type(run.state)(**{name: mesh.gather_chains(value) for name, value in run.state._asdict().items()})
-        # on the CPU, as draws are, whatever device the chains are on
-        return Finished(moved(method.finish(state, run.stacked_draws()), "cpu"), {}, LocalMembers())
-
-    def _final_pass(self, final_pass: Callable[..., FinalPassResult], draws: Tensor) -> Finished:
-        """Let a method pass over the data once more.
-
-        A method with a pass for each chain makes it for the chains of this process. Processes that share chains share
-        the rows and find the same.
-        """
-        mesh, state, data_pass = self.setup.mesh, self.run.state, self.objective.data_pass
-        parts: list[Any]
+        self.setup.model.place(self.run.theta)  # where the next run starts
+        mesh, passes = self.setup.mesh, self.run.method.final_pass is not None
+        # such a method makes its last pass for the chains of this process; processes that share them find the same
+        by_process = passes and not self.method.requirements.all_chains_in_one_pass
         try:
-            if self.method.requirements.all_chains_in_one_pass:
-                parts = [final_pass(state, mesh.gather_chains(draws), data_pass)]
-            else:
-                parts = mesh.exchange(final_pass(state, draws, data_pass))
+            found = self.run.finish(None if by_process else mesh.gather_chains)
         finally:
             self.objective.close()
+        if isinstance(found.approximation, Draws) and not passes:
+            return Finished(found.approximation, {}, self.setup.spread)
+        parts: list[Any] = mesh.exchange(found) if by_process else [found]
         if parts[0].noise_std is not None:
             self.setup.model.likelihood = Normal(parts[0].noise_std)
         self.method = settled(self.method, parts[0])
         names = parts[0].report
         report = {name: [value for part in parts for value in part.report[name]] for name in names}
         tell_ladder(self.method.name, parts[0], self.host, sampled=self.run.num_sampled > 0)
-        approximations = [part.approximation for part in parts]
+        # on the CPU, as draws are, whatever device the chains are on
+        approximations = [moved(part.approximation, "cpu") for part in parts]
         whole = approximations[0] if len(parts) == 1 else joined(approximations)
         return Finished(whole, report, LocalMembers())

@@ -48,6 +48,9 @@ CALLED = {
 }
 """Hooks of Trainer that ``TrainerHost`` calls -> their parameters."""
 
+REFUSED = {"_get_train_sampler": ("self", "train_dataset")}
+"""Private hooks of Trainer that a class of the user must not have, see ``host_trainers`` -> their parameters."""
+
 ATTRIBUTES = ("_signature_columns",)
 """Private attributes that Trainer sets, and that ``TrainerHost`` reads and sets."""
 

@@ -111,6 +111,7 @@ class Diagnosis:
             informed_spread=None if informed is None else informed.temperature,
             informed_spread_std_error=None if informed is None else informed.std_error,
             kind=_kind(found, method),
+            spread_advice=method.requirements.spread_advice,
             divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
             num_moves=moves if "acceptance" in means else None,
             ramped=method.schedule is not None and method.schedule.has_ramp,
@@ -141,7 +142,7 @@ class Diagnosis:
     def _heating(self) -> float:
         """The share of T that the noise of minibatches may add; 0 for a sampler with a given step size."""
         active = self._active
-        return float(getattr(active.method, "allowed_heating", 0.0)) if active.problem.own_step_size else 0.0
+        return active.method.requirements.allowed_heating if active.problem.own_step_size else 0.0
 
     @property
     def _chosen_temperature(self) -> float | None:

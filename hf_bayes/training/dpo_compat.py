@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.preferences import BayesianModelForPreferences
-from hf_bayes.training.preferences import halves, pairs_of
+from hf_bayes.training.preferences import as_trl_batch, pairs_of
 
 PARAMETERS = ("ref_model",)
 """Parameters of DPOTrainer's ``__init__`` that we set."""
@@ -83,6 +83,6 @@ def reference_given(trainer: Any, model: BayesianModel, kwargs: dict[str, Any]) 
 
         def of_other(inputs: dict[str, Any]) -> Tensor:
             """Return log p_ref [B, 2] of the reference model that the user gave."""
-            return torch.stack(trainer.compute_ref_log_probs(trainer.ref_model, halves(inputs)), 1)
+            return torch.stack(trainer.compute_ref_log_probs(trainer.ref_model, as_trl_batch(inputs)), 1)
 
         model.other_reference = of_other

@@ -84,7 +84,7 @@ class Evaluator:
             output = loop()
         finally:
             self._batches = None
-        self.latest = _evaluation(batches, next_tokens=self._setup.model.shifts_labels)
+        self.latest = _evaluation(batches, next_tokens=self._setup.model.term_kind == "token")
         self.last = {**self.last, prefix: self.latest}
         # Trainer's loss is no likelihood; a figure that compute_metrics returns is the user's own, whatever its name
         own = {f"{prefix}_{name}": value for name, value in self.latest.metrics.items()}

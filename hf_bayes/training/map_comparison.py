@@ -51,7 +51,7 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
                 objective,
                 start,
                 energy,
-                active.rows.updates_for_point(),
+                active.rows.shared_updates(),
                 learning_rate=method.adamw_learning_rate,
                 num_updates=count,
                 progress=not args.disable_tqdm and active.host.is_first_process,
@@ -76,9 +76,9 @@ def compare(
     elif nll < map_nll:
         host.say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)
     else:
-        advice = ", ".join(filter(None, ("train longer", method.cooling_advice)))
+        cooling = f", {method.requirements.cooling_advice}" if method.temperature > 0 else ""
         host.warn(
             "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (standard error of the "
-            "difference %.2g): %s, or use the MAP estimate",
-            of, nll, map_nll, std_error, advice,
+            "difference %.2g): train longer%s, or use the MAP estimate",
+            of, nll, map_nll, std_error, cooling,
         )  # fmt: skip

@@ -27,7 +27,7 @@ def pairs_of(batch: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     }
 
 
-def halves(batch: Mapping[str, Any]) -> dict[str, Any]:
+def as_trl_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch of pairs as TRL has it: [B, 2, T] become [2 B, T], the first texts before the second."""
     return {name: torch.cat(batch[name].unbind(1)) for name in _IN_HALVES if name in batch}
 

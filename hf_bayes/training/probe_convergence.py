@@ -29,7 +29,7 @@ class ProbeConvergence:
         if len(probes) != self._last[0]:  # logs may be written more often than the probe is looked at
             totals = self.gather(torch.stack([probe.sum(1) for probe in probes[burned:]], 1)[..., None])
             size = ess(totals, mirrored=self._active.mirrored)
-            found = {"probe_rhat": float(rhat(_halves(totals))), "probe_ess": float(size)}
+            found = {"probe_rhat": float(rhat(_halves_of_chain(totals))), "probe_ess": float(size)}
             self._last = len(probes), {name: value for name, value in found.items() if math.isfinite(value)}
         return self._last[1]
 
@@ -88,7 +88,7 @@ def _convergence(found: ProbeValues, what: str, *, mirrored: bool) -> tuple[dict
     """
     total = found.log_lik.sum(2, keepdim=True)
     fields = {
-        "rhat": float(rhat(_halves(total))),
+        "rhat": float(rhat(_halves_of_chain(total))),
         "ess": float(ess(total, mirrored=mirrored)),
         "num_values": found.log_lik.shape[1],
         "values": what,
@@ -97,7 +97,7 @@ def _convergence(found: ProbeValues, what: str, *, mirrored: bool) -> tuple[dict
     for kind, values in (("terms", found.log_lik), ("logits", found.logits)):
         if values.shape[2] == 0:
             continue
-        both = {"rhat": rhat(_halves(values)), "ess": ess(values, mirrored=mirrored)}
+        both = {"rhat": rhat(_halves_of_chain(values)), "ess": ess(values, mirrored=mirrored)}
         known = {name: value[~value.isnan()].sort().values for name, value in both.items()}
         fields |= {
             f"rhat_{kind}": _quantile(known["rhat"], 0.95),
@@ -108,7 +108,7 @@ def _convergence(found: ProbeValues, what: str, *, mirrored: bool) -> tuple[dict
     return fields, ratios
 
 
-def _halves(values: Tensor) -> Tensor:
+def _halves_of_chain(values: Tensor) -> Tensor:
     """Return the halves [2, S // 2, q] of a single chain [1, S, q], without its first draw if S is odd; of several
     chains, the chains."""
     if len(values) > 1:

@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import seed_of
 from hf_bayes.members.mesh import ChainMesh
+from hf_bayes.methods.registry import with_batch_posterior
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.packing import first_documents, is_flattened, refuse_mixed_documents
 from hf_bayes.objectives.batches import PAD_ROWS, ChainBatches, FullPasses
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms_of
-from hf_bayes.objectives.private_rows import Stratum
+from hf_bayes.objectives.private_rows import PrivateRows
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data_fingerprint import describe_rows, fingerprint_rows
 from hf_bayes.training.refusals import meet, refuse_other_rows, require_batches, require_rows
@@ -56,7 +57,7 @@ class TrainingRows:
         self.num_rows: int | None = None
         self.num_terms: int | None = None
         self.most_terms: int | None = None
-        self.private: Stratum | None = None
+        self.private: PrivateRows | None = None
         require_rows(dataset, args, method)
         own = args.private_rows
         require_batches(method, args.gradient_accumulation_steps * (1 if own else mesh.data_size))
@@ -70,7 +71,7 @@ class TrainingRows:
         assert natural is not None
         self.num_data = float(args.num_data or natural)
         assert self.batch_fraction is not None
-        self.method = method.for_batches(self.batch_fraction)
+        self.method = with_batch_posterior(method, self.batch_fraction)
         self.requirements = self.method.requirements
         if self.requirements.all_data_in_every_update:
             args.gradient_accumulation_steps = len(self._batches(None))
@@ -154,16 +155,16 @@ class TrainingRows:
         """Return the data set and its collator, without columns that the model does not take."""
         return self.host.without_unused(self.host.train_dataset, "training")
 
-    def loader(self, *, for_point: bool = False) -> DataLoader[Any]:
+    def loader(self, *, shared_rows: bool = False) -> DataLoader[Any]:
         """Return batches for the chains of this process.
 
         Args:
-            for_point: use the same rows for all chains.
+            shared_rows: use the same rows for all chains.
         """
         dataset, collate = self.data()
         if self.stream is not None:
             return self.stream.loader(collate)
-        args, chains = self.host.args, None if for_point or self.shared else self.mesh.chains
+        args, chains = self.host.args, None if shared_rows or self.shared else self.mesh.chains
         return DataLoader(
             dataset,
             batch_sampler=self._batches(chains),
@@ -208,9 +209,9 @@ class TrainingRows:
             **share,
         )
 
-    def updates_for_point(self) -> Iterator[list[dict[str, Any]]]:
+    def shared_updates(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the batches of each update without end; all chains get the same ones."""
-        loader, accumulation = self.loader(for_point=True), self.host.args.gradient_accumulation_steps
+        loader, accumulation = self.loader(shared_rows=True), self.host.args.gradient_accumulation_steps
         for epoch in itertools.count():
             if isinstance(loader.batch_sampler, (ChainBatches, FullPasses)):
                 loader.batch_sampler.set_epoch(epoch)

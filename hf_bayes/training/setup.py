@@ -118,7 +118,7 @@ def set_up(
         if isinstance(bayesian, BayesianModelForPreferences):
             bayesian.reference = start.clone()
         require_memory(start.numel(), len(mesh.chains), method, args.device, start.element_size())
-        place_chains(bayesian, initial_members(bayesian.layout, start, method, seed=args.seed, chains=mesh.chains))
+        bayesian.place(initial_members(bayesian.layout, start, method, seed=args.seed, chains=mesh.chains))
         bayesian.members_per_pass = args.members_per_pass
         with config_kept(bayesian.core.config):
             yield Setup(bayesian, method, subspace, mesh, inherited, start, bayesian.likelihood)
@@ -132,11 +132,6 @@ def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) 
             f"trunk_memory_gib={args.trunk_memory_gib} is refused with preferences: the memory holds one text for a "
             "row, and their rows have two. Leave it out"
         )
-
-
-def place_chains(model: BayesianModel, theta: Tensor) -> None:
-    """Put chains [M, d] into the model. The next run starts there."""
-    model.theta.data = theta.detach().clone()
 
 
 @contextmanager
@@ -158,6 +153,6 @@ def _state_of(model: BayesianModel) -> dict[str, Any]:
 
 def _given_back(model: BayesianModel, state: dict[str, Any]) -> None:
     """Give a Bayesian model the state of ``_state_of`` back, on the device where the model is now."""
-    model.theta.data = state["theta"].to(model.theta.device)
+    model.place(state["theta"])
     for name in state.keys() - {"theta"}:
         setattr(model, name, state[name])

@@ -36,7 +36,7 @@ class Stream:
         args = self.host.args
         seed = args.seed if args.data_seed is None else args.data_seed
         one_pass = DataLoader(
-            self._turns(self.mesh.data_size, self.mesh.data_rank),
+            self._batches_of_process(self.mesh.data_size, self.mesh.data_rank),
             batch_size=args.per_device_train_batch_size,
             drop_last=True,
             generator=generator(seed, "passes"),  # the workers' seeds, else of the state that a resumed run finds
@@ -66,13 +66,13 @@ class Stream:
 
     def describe(self, collate: Callable[..., Any]) -> dict[str, Any]:
         """Return the identity of the stream for a checkpoint."""
-        first = self._turns()
+        first = self._batches_of_process()
         first.set_epoch(0)
         # workers share a stream out, so that other workers give its rows in another order
         workers = self.host.args.dataloader_num_workers
         return {**describe_stream(first, collate, seed=self.host.args.seed), "workers": workers}
 
-    def _turns(self, processes: int = 1, rank: int = 0) -> IterableDatasetShard:
+    def _batches_of_process(self, processes: int = 1, rank: int = 0) -> IterableDatasetShard:
         """Return one process's batches; a pass is set in either way that transformers knows."""
         size = self.host.args.per_device_train_batch_size
         dataset, _ = self.host.without_unused(self.host.train_dataset, "training")
@@ -83,7 +83,7 @@ class Stream:
     def _read_first(self) -> dict[str, Any]:
         _, collate = self.host.without_unused(self.host.train_dataset, "training")
         size = self.host.args.per_device_train_batch_size
-        first = self._turns()
+        first = self._batches_of_process()
         first.set_epoch(0)
         rows = list(itertools.islice(first, size))
         if not rows:

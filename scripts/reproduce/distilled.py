@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, default_data_collator, set_seed
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, EnsembleConfig, Posterior, SGHMCConfig, distil
-from hf_bayes.cli.evaluate_windows import windows_of
+from hf_bayes.cli.evaluation.windows import windows_of
 from hf_bayes.fit.distil_report import rank_correlation
 from hf_bayes.metrics import ood_auroc
 from hf_bayes.models.attaching import MODELS

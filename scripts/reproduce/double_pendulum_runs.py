@@ -17,7 +17,6 @@ from hf_bayes.diagnostics.convergence import rhat
 from hf_bayes.methods.mcmc.penalty import PenaltyConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.metrics import average_coverage_error
-from hf_bayes.training.setup import place_chains
 from scripts.reproduce.double_pendulum_contenders import LIKELIHOOD, PRIOR_STD, Contender, network
 from scripts.reproduce.double_pendulum_data import Rows
 
@@ -72,7 +71,7 @@ def train(
             network(), dataclasses.replace(method, num_chains=len(start)), args, subspace="all",
             train_dataset=rows.as_dicts(), likelihood=LIKELIHOOD,
         )  # fmt: skip
-        place_chains(trainer.bayesian, start)
+        trainer.bayesian.place(start)
         trainer.train()
     return trainer
 

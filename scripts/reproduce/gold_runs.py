@@ -131,11 +131,8 @@ def measured(rows: AnyTarget, gold: Gold, row: Row, seed: int = 0) -> dict[str, 
         gradients += 1 + objective.num_anchors - before
         kept = {name: of for name, of in info.items() if name.startswith("trial_") or name == "relaxation"}
         account |= {name: round(float(of.mean()), 3) for name, of in kept.items()}
-    draws, passes = torch.stack(run.draws, 1), chains * share * gradients
-    if rule.final_pass is None:
-        found = run.finish()
-    else:
-        found = rule.final_pass(run.state, draws, objective.data_pass).approximation
+    draws, passes = run.stacked_draws(), chains * share * gradients
+    found = run.finish().approximation
     passes += objective.num_passes
     if trial is not None:
         passes += share * len(trial.losses) * trial.num_updates

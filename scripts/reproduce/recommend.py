@@ -37,7 +37,7 @@ from hf_bayes import (
     SGHMCConfig,
     attach,
 )
-from hf_bayes.cli.evaluation import evaluate
+from hf_bayes.cli.evaluation.case import evaluate
 from hf_bayes.core.config import MODE_PRIOR_SCALE
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.calibrating import predicting_as_loaded

@@ -23,10 +23,10 @@ from transformers import (
     set_seed,
 )
 
-from hf_bayes.cli.evaluate_classes import CLASS_CASE
-from hf_bayes.cli.evaluate_labels import LABEL_CASE
-from hf_bayes.cli.evaluate_windows import WINDOW_CASE
-from hf_bayes.cli.evaluation import Case
+from hf_bayes.cli.evaluation.case import Case
+from hf_bayes.cli.evaluation.classes import CLASS_CASE
+from hf_bayes.cli.evaluation.labels import LABEL_CASE
+from hf_bayes.cli.evaluation.windows import WINDOW_CASE
 from scripts.quickstart_base import pretrain_base, train_tokenizer, windows
 from scripts.quickstart_corpora import corpora
 from scripts.reproduce.debian_sections import KNOWN, index, rows_of, splits

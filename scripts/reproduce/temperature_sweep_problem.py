@@ -120,7 +120,7 @@ def prepare(args: Arguments) -> Problem:
         validation_file=test if args.evaluate_on == "test" else None,
         validation_fraction=args.validation_fraction,
         text_column=args.text_column,
-    )
+    ).rows
     if "validation" not in splits:
         raise ValueError(
             f"validation_fraction must lie strictly between 0 and 1 where no other rows are there to evaluate on, got "

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transformers import default_data_collator
 
 from hf_bayes import BayesianModelForSequenceClassification, BayesianTrainingArguments, tune
-from hf_bayes.cli.evaluation import evaluate
+from hf_bayes.cli.evaluation.case import evaluate
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
 from hf_bayes.training.tuning.candidates import default_candidates
 from hf_bayes.training.tuning.record import TuningTrial

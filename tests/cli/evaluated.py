@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_bayes.cli.evaluation import Case, Found, Target, evaluate
+from hf_bayes.cli.evaluation.case import Case, Found, Target, evaluate
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from tests.tiny_models import TEXTS, tiny_tokenizer

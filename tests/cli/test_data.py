@@ -28,17 +28,17 @@ ROWS = [{"text": f"text {i}", "label": "even" if i % 2 == 0 else "odd"} for i in
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_a_missing_validation_split_is_a_fixed_share_of_the_rows(tmp_path: Path, suffix: str) -> None:
     file = write(tmp_path / f"rows{suffix}", ROWS)
-    splits = load_splits(file, validation_fraction=0.2)
+    splits = load_splits(file, validation_fraction=0.2).rows
     assert (len(splits["train"]), len(splits["validation"])) == (16, 4)
     assert {*splits["train"]["text"], *splits["validation"]["text"]} == {row["text"] for row in ROWS}
-    assert load_splits(file, validation_fraction=0.2)["validation"]["text"] == splits["validation"]["text"]
-    assert load_splits(file, validation_fraction=0.2, seed=1)["validation"]["text"] != splits["validation"]["text"]
+    assert load_splits(file, validation_fraction=0.2).rows["validation"]["text"] == splits["validation"]["text"]
+    assert load_splits(file, validation_fraction=0.2, seed=1).rows["validation"]["text"] != splits["validation"]["text"]
 
 
 def test_one_text_is_cut_at_a_line_end_and_nothing_is_lost(tmp_path: Path) -> None:
     content = "\n".join(f"line {i} of the book" for i in range(100))
     (tmp_path / "book.txt").write_text(content)
-    splits = load_splits(str(tmp_path / "book.txt"), validation_fraction=0.15)
+    splits = load_splits(str(tmp_path / "book.txt"), validation_fraction=0.15).rows
     head, tail = splits["train"][0]["text"], splits["validation"][0]["text"]
     assert head + tail == content
     assert tail.startswith("line")
@@ -49,26 +49,26 @@ def test_files_and_globs_are_splits_of_their_own(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", ROWS[:5])
     write(tmp_path / "b.jsonl", ROWS[5:12])
     held_out = write(tmp_path / "held-out.jsonl", ROWS[12:])
-    splits = load_splits(str(tmp_path / "?.jsonl"), validation_file=held_out)
+    splits = load_splits(str(tmp_path / "?.jsonl"), validation_file=held_out).rows
     assert (len(splits["train"]), len(splits["validation"])) == (12, 8)
 
 
 def test_text_files_are_one_text_each(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write(tmp_path / f"{name}.txt", ROWS)
-    splits = load_splits(str(tmp_path / "*.txt"), validation_fraction=0.3)
+    splits = load_splits(str(tmp_path / "*.txt"), validation_fraction=0.3).rows
     assert (len(splits["train"]), len(splits["validation"])) == (2, 1)
 
 
 def test_a_fraction_of_0_holds_no_row_out(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", ROWS)
-    splits = load_splits(rows, validation_fraction=0.0)
+    splits = load_splits(rows, validation_fraction=0.0).rows
     assert list(splits) == ["train"]
     assert splits["train"].to_list() == ROWS
     # an existing validation split is not replaced by the fraction
-    splits = load_splits(rows, validation_file=rows, validation_fraction=0.0)
+    splits = load_splits(rows, validation_file=rows, validation_fraction=0.0).rows
     assert len(splits["validation"]) == len(ROWS)
-    assert list(load_splits(rows, validation_fraction=0)) == ["train"]
+    assert list(load_splits(rows, validation_fraction=0).rows) == ["train"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_an_episode_holds_out_the_end_of_its_text(tmp_path: Path, monkeypatch: p
 def test_held_out_rows_keep_their_place_in_the_file(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", [{"text": f"number {i}"} for i in range(9)])
     splits = load_splits(file, validation_fraction=0.3)
-    for name, rows in splits.items():
+    for name, rows in splits.rows.items():
         for row, text in enumerate(rows["text"]):
             assert splits.place(name, row) == f"line {int(text.split()[1]) + 1} of {file}"
 
@@ -198,6 +198,6 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("A chain.\nAnother one.\n", encoding="utf-8-sig")
     file = str(tmp_path / "one.txt")
     assert texts_in(file) == ["A chain.\nAnother one.\n"]
-    assert load_splits(file, validation_fraction=0)["train"]["text"][0] == "A chain.\nAnother one.\n"
+    assert load_splits(file, validation_fraction=0).rows["train"]["text"][0] == "A chain.\nAnother one.\n"
     train, test = load_episode(file, held_out=0.5)
     assert train["text"][0] + test["text"][0] == "A chain.\nAnother one.\n"

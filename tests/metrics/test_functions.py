@@ -72,7 +72,7 @@ def test_ece_weighs_the_gaps_of_its_bins(classified: tuple[np.ndarray, np.ndarra
     assert flipped != pytest.approx(expected, abs=1e-2)
 
 
-def test_ece_by_hand_computed_values() -> None:
+def test_ece_weights_the_gap_of_each_bin_by_its_rows() -> None:
     # Bins of 0.5: [0.4 wrong, 0.5 right] and [0.9 right, 1.0 right]: |0.5 - 0.45| / 2 + |1 - 0.95| / 2
     found = expected_calibration_error([0.4, 0.5, 0.9, 1.0], [0, 1, 1, 1], num_bins=2)
     assert found == pytest.approx(0.05, abs=1e-12)
@@ -98,7 +98,7 @@ def test_auroc_is_the_chance_that_the_outlier_is_more_uncertain() -> None:
     assert ood_auroc(-scores, is_ood) == pytest.approx(1 - expected, abs=1e-12)
 
 
-def test_risk_coverage_by_hand() -> None:
+def test_risk_is_the_mean_loss_of_the_least_uncertain_rows() -> None:
     curve = risk_coverage([0.3, 0.1, 0.2, 0.4], [1, 0, 1, 1])  # least uncertain first: 0, 1, 1, 1
     np.testing.assert_allclose(curve.coverage, [0.25, 0.5, 0.75, 1])
     np.testing.assert_allclose(curve.risk, [0, 1 / 2, 2 / 3, 3 / 4])

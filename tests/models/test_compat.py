@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers import Pipeline
+from transformers import Pipeline, PreTrainedConfig, Wav2Vec2Config, Wav2Vec2ForCTC
 from transformers.models.auto import modeling_auto
 
 import hf_bayes
 from hf_bayes.models import compat
 from hf_bayes.models.attaching import MODELS
-from hf_bayes.models.compat import ATTRIBUTES, HOOKS, PrivateMethod
+from hf_bayes.models.compat import ALLOWED, ATTRIBUTES, CONFIG_FIELDS, HOOKS, READ, PrivateMethod
 from hf_bayes.pipelines.factory import _PIPELINES
 from hf_bayes.pipelines.registration import RegisteredPipeline
 from tests.tiny_models import tiny_gpt2
 
 PACKAGE = Path(hf_bayes.__file__).parent
+INSTALLED = [hook for hook in HOOKS if not hook.owner.startswith("lm_eval.")]  # see pipelines/test_lm_harness.py
 OURS = {"_asdict", "_fields", "_replace", "_restoration"}
 """Names with an underscore that are Python's or this package's own."""
 
@@ -32,7 +33,7 @@ def owner_of(name: str) -> Any:
     return getattr(importlib.import_module(module), kind)
 
 
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
+@pytest.mark.parametrize("hook", [*INSTALLED, *ALLOWED], ids=lambda hook: hook.name)
 def test_a_private_hook_has_the_parameters_of_the_list(hook: PrivateMethod) -> None:
     found = getattr(owner_of(hook.owner), hook.name, None)
     assert (None if found is None else tuple(inspect.signature(found).parameters)[1:]) == hook.parameters
@@ -49,8 +50,8 @@ def our_classes() -> list[type]:
 
 
 def test_every_override_of_a_private_name_is_in_the_list() -> None:
-    listed = {hook.name for hook in HOOKS} | {name for _, name in ATTRIBUTES}
-    hosts = [owner_of(owner) for owner in {hook.owner for hook in HOOKS}]
+    listed = {hook.name for hook in INSTALLED} | {name for _, name in ATTRIBUTES}
+    hosts = [owner_of(owner) for owner in {hook.owner for hook in INSTALLED}]
     overridden = {
         name
         for kind in our_classes()
@@ -89,9 +90,24 @@ def private_reads(file: Path) -> Iterator[str]:
 @pytest.mark.parametrize("package", ["models", "pipelines"])
 def test_other_files_read_no_private_name_of_a_host(package: str) -> None:
     listed = {hook.name for hook in HOOKS}
-    for file in sorted((PACKAGE / package).glob("*.py")):
+    for file in sorted((PACKAGE / package).rglob("*.py")):
         if file.name != "compat.py":
             assert set(private_reads(file)) - OURS - listed == set(), file.name
+
+
+def test_transformers_has_the_names_that_are_read() -> None:
+    config = tiny_gpt2().config
+    assert all(hasattr(config, name) for name in CONFIG_FIELDS if name != "_commit_hash")
+    assert "_commit_hash" in inspect.getsource(PreTrainedConfig)  # set by from_pretrained
+    mapping = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(num_hidden_layers=0, hidden_size=12, conv_dim=(4, 4), conv_stride=(2, 2),
+                                          conv_kernel=(3, 3), num_conv_pos_embeddings=2,
+                                          num_conv_pos_embedding_groups=2, feat_extract_norm="layer"))  # fmt: skip
+    assert compat.num_frames(model, 101) == 24  # (101 - 3) // 2 + 1 = 50, then (50 - 3) // 2 + 1
+    found = {
+        name for owner in (mapping, modeling_auto.AutoModelForCausalLM, model) for name in READ if hasattr(owner, name)
+    }
+    assert found | {"_batch_size", "_preprocess_params"} == set(READ)  # pipelines have these two, see below
 
 
 def test_private_reads_find_what_transformers_keeps() -> None:

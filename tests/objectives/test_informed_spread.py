@@ -19,8 +19,8 @@ from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.informed_spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.objectives.spread import SpreadPlan, measure_spread
 from tests.objectives.classifier import classifier
 from tests.objectives.test_all_rows import by_number
 from tests.tiny_models import tiny_bert

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from hf_bayes.methods.mcmc.penalty import finite_population_factor
-from hf_bayes.objectives.private_rows import Stratum
+from hf_bayes.objectives.private_rows import PrivateRows
 
 
 @pytest.mark.parametrize("disjoint", [False, True], ids=["independent", "disjoint"])
 def test_strata_estimate_the_sum_of_rows_and_its_variance(disjoint: bool) -> None:
     sizes, batch, count, repeats = (9, 24), 2, 3, 4000
     rows = [torch.randn(n, generator=torch.Generator().manual_seed(n)).double() * n for n in sizes]
-    strata = [Stratum(sizes, rank, batch, count, disjoint) for rank in range(2)]
+    strata = [PrivateRows(sizes, rank, batch, count, disjoint) for rank in range(2)]
     rng = torch.Generator().manual_seed(0)
 
     def estimate() -> Tensor:

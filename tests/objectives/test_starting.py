@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import default_data_collator
 
-from hf_bayes import SGHMCConfig, attach
+from hf_bayes import LaplaceConfig, SGHMCConfig, attach
 from hf_bayes.core.rng import MirroredGenerator
+from hf_bayes.fit.finished_models import batches_by_number
 from hf_bayes.models.to_posterior import to_posterior
+from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.starting import start_run
 from hf_bayes.posteriors.posterior import Posterior
@@ -25,15 +29,50 @@ def test_a_loop_without_a_trainer_runs_the_trainers_chains(tmp_path: Path) -> No
     terms = sum(len(row["input_ids"]) - 1 for row in rows)
     scale = DataScale(num_data=terms, num_rows=10, num_terms=terms, rows_per_update=2)
     run, *_ = start_run(model, method, scale, num_steps=6, learning_rate=1e-2, seed=trainer.args.seed)
-    for batches in islice(trainer.rows.updates_for_point(), 6):
+    for batches in islice(trainer.rows.shared_updates(), 6):
         run.update(batches, learning_rate=1e-2)
     assert torch.equal(run.theta, trainer.run.theta)
     posterior = to_posterior(
-        model, run.finish(), method, subspace="trainable", num_data=terms, data_unit="token", tokenizer=None, seed=0,
-        diagnostics={"converged": None, "verdict": "not assessed"},
+        model, run.finish().approximation, method, subspace="trainable", num_data=terms, data_unit="token",
+        tokenizer=None, seed=0, diagnostics={"converged": None, "verdict": "not assessed"},
     )  # fmt: skip
     posterior.save_pretrained(tmp_path / "posterior")
     assert Posterior.from_pretrained(tmp_path / "posterior").config.num_members == 4
+
+
+def test_a_loop_without_a_trainer_makes_the_last_pass(tmp_path: Path) -> None:
+    rows, method = runs.token_rows(10), LaplaceConfig(prior_std=0.1)
+    trainer = runs.trainer(tmp_path, method, train=rows, minibatch="shared", max_steps=6)
+    trainer.train()
+
+    model = attach(with_lora(tiny_llama()))
+    terms = sum(len(row["input_ids"]) - 1 for row in rows)
+    scale = DataScale(num_data=terms, num_rows=10, num_terms=terms, rows_per_update=2)
+    given = {"num_steps": 6, "learning_rate": 1e-2, "seed": trainer.args.seed}
+    with pytest.raises(ValueError, match=r"laplace passes over rows by number .* give data=, a DataAccess"):
+        start_run(model, method, scale, **given)
+    data = DataAccess(trainer.rows.by_number, 10)
+    run, *_ = start_run(model, method, scale, data=data, **given)
+    for batches in islice(trainer.rows.shared_updates(), 6):
+        run.update(batches, learning_rate=1e-2)
+    found = run.finish()
+    assert runs.equal(found.approximation, trainer.posterior.approximation)
+    assert found.report["laplace"] == trainer.posterior.config.diagnostics["laplace"]
+
+
+def test_without_an_update_the_last_pass_is_at_the_start() -> None:
+    rows, model = runs.token_rows(10), attach(with_lora(tiny_llama()))
+    terms = sum(len(row["input_ids"]) - 1 for row in rows)
+    scale = DataScale(num_data=terms, num_rows=10, num_terms=terms, rows_per_update=2)
+    batches = partial(batches_by_number, rows, model=model, collate=default_data_collator, batch_size=2)
+    for method, has_pass in ((LaplaceConfig(prior_std=0.1), True), (SGHMCConfig(num_chains=1), False)):
+        data = DataAccess(batches, 10)
+        run, *_ = start_run(model, method, scale, num_steps=6, learning_rate=1e-2, data=data)
+        if has_pass:
+            assert torch.equal(run.finish().approximation.means, run.theta)
+        else:
+            with pytest.raises(ValueError, match="the run has no update yet"):
+                run.finish()
 
 
 @pytest.mark.parametrize(("learning_rate", "expected"), [(None, [False, True] * 4), (1e-2, [False] * 8)])

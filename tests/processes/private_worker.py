@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_bayes import PenaltyConfig
-from hf_bayes.objectives.private_rows import Stratum
+from hf_bayes.objectives.private_rows import PrivateRows
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.training.test_trainer_law import MeanConfig, MeanForSequenceClassification, Numbers
@@ -99,15 +99,15 @@ class Worker:
         self.numbers[f"{name}/beyond"] = trainer.posterior.config.diagnostics.get("beyond_series")
 
     def twins(self) -> None:
-        with unittest.mock.patch.object(Stratum, "weight", 1.0):
+        with unittest.mock.patch.object(PrivateRows, "weight", 1.0):
             self.law("alike")
-        part = Stratum.contribution
+        part = PrivateRows.contribution
 
-        def certain(stratum: Stratum, log_lik: Tensor) -> Tensor:
+        def certain(stratum: PrivateRows, log_lik: Tensor) -> Tensor:
             largest = stratum.sizes[stratum.rank] == max(stratum.sizes)
             return part(stratum, log_lik.mean(1, keepdim=True).expand_as(log_lik) if largest else log_lik)
 
-        with unittest.mock.patch.object(Stratum, "contribution", certain):
+        with unittest.mock.patch.object(PrivateRows, "contribution", certain):
             self.law("certain")
 
     def traffic(self) -> None:

@@ -8,8 +8,8 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from hf_bayes import EnsembleConfig, LaplaceConfig
-from hf_bayes.cli.evaluate_labels import LABEL_CASE
-from hf_bayes.cli.evaluate_windows import WINDOW_CASE
+from hf_bayes.cli.evaluation.labels import LABEL_CASE
+from hf_bayes.cli.evaluation.windows import WINDOW_CASE
 from hf_bayes.training.tuning.candidates import Candidate
 from scripts.reproduce import recommend
 from scripts.reproduce.debian_tags import TAGS, tagged_rows

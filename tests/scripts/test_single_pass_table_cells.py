@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
-from hf_bayes.cli.evaluate_classes import CLASS_CASE
+from hf_bayes.cli.evaluation.classes import CLASS_CASE
 from scripts.reproduce import single_pass_table_cells as cells
 from scripts.reproduce.recommend_tasks import Task
 from scripts.reproduce.single_pass_table_scores import scores

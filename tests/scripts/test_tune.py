@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification
 
 from hf_bayes import EnsembleConfig, MAPConfig
-from hf_bayes.cli.evaluate_classes import CLASS_CASE
+from hf_bayes.cli.evaluation.classes import CLASS_CASE
 from hf_bayes.training.tuning.candidates import Candidate
 from scripts.reproduce import tune
 from scripts.reproduce.recommend_tasks import Task

@@ -22,6 +22,7 @@ from hf_bayes.training.compat import (
     CALLED,
     DROPOUT,
     OVERRIDDEN,
+    REFUSED,
     TrainerHost,
     expected_updates,
     logger,
@@ -33,7 +34,7 @@ from hf_bayes.training.trainer import BayesianTrainerMixin
 FOLDER = Path(package.__path__[0])
 
 
-@pytest.mark.parametrize(("name", "parameters"), [*OVERRIDDEN.items(), *CALLED.items()], ids=str)
+@pytest.mark.parametrize(("name", "parameters"), [*OVERRIDDEN.items(), *CALLED.items(), *REFUSED.items()], ids=str)
 def test_trainer_has_a_hook_with_these_parameters(name: str, parameters: tuple[str, ...]) -> None:
     found = tuple(inspect.signature(getattr(Trainer, name)).parameters)
     assert found[: len(parameters)] == parameters
@@ -62,7 +63,7 @@ def private_reads(file: Path) -> set[str]:
 
 def test_no_other_module_reads_private_hooks_of_a_trainer() -> None:
     hooks = {name for name in CALLED if name.startswith("_")} | set(ATTRIBUTES)
-    for file in FOLDER.glob("*.py"):
+    for file in FOLDER.rglob("*.py"):
         if file.name != "compat.py":
             assert not private_reads(file) & hooks, file.name
     assert private_reads(FOLDER / "compat.py") >= hooks  # the search finds them where they are
@@ -71,7 +72,7 @@ def test_no_other_module_reads_private_hooks_of_a_trainer() -> None:
 def test_private_names_of_hosts_are_imported_in_compat_only() -> None:
     found = {
         file.name
-        for file in FOLDER.glob("*.py")
+        for file in FOLDER.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("__future__", "hf_bayes"))
         if any(name.startswith("_") for name in [*(node.module or "").split("."), *(a.name for a in node.names)])

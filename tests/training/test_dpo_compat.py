@@ -9,7 +9,7 @@ import torch
 
 from hf_bayes import DirectPreferences, attach
 from hf_bayes.training.dpo_compat import StandIn, reference_given
-from hf_bayes.training.preferences import halves, pairs_of
+from hf_bayes.training.preferences import as_trl_batch, pairs_of
 from tests.models.test_preferences import pairs
 from tests.tiny_models import tiny_llama
 
@@ -28,7 +28,7 @@ def test_a_trainer_gets_a_reference_without_weights() -> None:
     assert isinstance(stand_in, StandIn)
     assert not list(stand_in.parameters())
     batch = pairs()
-    first, second = trainer.compute_ref_log_probs(stand_in, halves(batch))
+    first, second = trainer.compute_ref_log_probs(stand_in, as_trl_batch(batch))
     assert torch.allclose(torch.stack([first, second], 1).double(), model.reference_log_probs(batch))
     before = stand_in.state_dict()["reference"]
     model.reference = model.reference + 1
@@ -49,7 +49,7 @@ def test_a_given_reference_model_computes_the_log_probabilities() -> None:
 
 def test_halves_and_pairs_are_inverse() -> None:
     batch = pairs()
-    found = pairs_of(halves(batch), 4)
+    found = pairs_of(as_trl_batch(batch), 4)
     assert all(torch.equal(found[name], batch[name]) for name in ("input_ids", "attention_mask", "completion_mask"))
 
 

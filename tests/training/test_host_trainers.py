@@ -131,7 +131,7 @@ def test_the_cache_of_the_device_is_emptied_when_asked(tmp_path: Path, monkeypat
         ("chat_template_path", "Qwen/Qwen3", r"expected a file .jinja or .j2.*clone_chat_template"),
     ],
 )
-def test_settings_of_a_host_that_ask_for_another_loss(tmp_path: Path, name: str, value: Any, message: str) -> None:
+def test_a_setting_of_a_host_for_another_loss_is_refused(tmp_path: Path, name: str, value: Any, message: str) -> None:
     args = runs.arguments(tmp_path)
     setattr(args, name, value)
     with pytest.raises(ValueError, match=message):

@@ -59,7 +59,7 @@ def test_a_sampler_finds_its_settings_and_saves_them(
     run.save_model()
     assert "warm start by AdamW: learning rate" in caplog.text
     assert f"from a trial of {len(RATES)} rates over 8 updates" in caplog.text
-    assert "chains start at a draw of the Laplace approximation: on the way" in caplog.text
+    assert "chains start at a draw of the Gaussian approximation: on the way" in caplog.text
     assert "sghmc: step size" in caplog.text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run of 32 updates has not converged

@@ -134,7 +134,7 @@ def test_integer_labels_of_a_regressor_are_no_classes(tmp_path):
     trainer.train()
 
 
-def test_logs_tell_of_every_chain(tmp_path):
+def test_each_log_line_has_the_numbers_of_every_chain(tmp_path):
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=3), max_steps=3)
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]

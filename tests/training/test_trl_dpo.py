@@ -22,7 +22,6 @@ from hf_bayes import (
 )
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.training import dpo_compat
-from hf_bayes.training.setup import place_chains
 from tests.tiny_models import tiny_llama
 from tests.training.preference_rows import IMPLICIT, MESSAGES, PLAIN, tokenizer
 
@@ -103,7 +102,7 @@ def of_ours(folder: Path, model: Any, kwargs: Any = None, **changes: Any) -> tup
     )
     ours = bayesian(folder, model, method, kwargs=kwargs, **changes)
     # chains draw the first factor of a fresh adapter anew, and TRL has the adapter's own
-    place_chains(ours.bayesian, ours.setup.start[None])
+    ours.bayesian.place(ours.setup.start[None])
     ours.train()
     return [entry["loss"] for entry in ours.state.log_history if "loss" in entry], ours
 

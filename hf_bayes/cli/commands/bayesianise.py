@@ -12,8 +12,8 @@ from typing import Any, Literal
 from accelerate import PartialState
 
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.evaluation import TEST, Target
-from hf_bayes.cli.evaluation_cases import CASES, case_of, described, own_arguments
+from hf_bayes.cli.evaluation.case import TEST, Target
+from hf_bayes.cli.evaluation.cases import CASES, case_of, described, own_arguments
 from hf_bayes.cli.padding import give_padding
 from hf_bayes.fit.training_free import fit_training_free, load_adapter, read_adapter
 from hf_bayes.methods.registry import METHODS

@@ -133,7 +133,7 @@ class _Learner:
     ) -> BayesianTrainer:
         own = copy.copy(self._args)
         own.output_dir, own.max_steps, own.map_updates = str(directory), self._args.max_steps * scale, 0
-        prior = None if config.name == "map" else before
+        prior = before if config.requirements.ends_in_gaussian else None
         quiet = own.log_level == "passive"
         own.disable_tqdm = quiet or own.disable_tqdm  # one bar counts the episodes
         trainer = BayesianTrainer(

@@ -29,11 +29,11 @@ from rich.console import Console
 
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.data import matching, named_files
-from hf_bayes.cli.evaluation import TEST, Case, Collate, Found, Target
-from hf_bayes.cli.evaluation import evaluate as statistics_of
-from hf_bayes.cli.evaluation_cases import CASES, case_of, described, head_of, own_arguments
-from hf_bayes.cli.evaluation_figure import plot
-from hf_bayes.cli.evaluation_table import tables
+from hf_bayes.cli.evaluation.case import TEST, Case, Collate, Found, Target
+from hf_bayes.cli.evaluation.case import evaluate as statistics_of
+from hf_bayes.cli.evaluation.cases import CASES, case_of, described, head_of, own_arguments
+from hf_bayes.cli.evaluation.figure import plot
+from hf_bayes.cli.evaluation.table import tables
 from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.padding import give_padding
 from hf_bayes.cli.parsing import check_count

@@ -8,7 +8,7 @@ from typing import Literal
 from hf_bayes.cli.arguments import BUDGET_HELP, SUBSPACE_HELP, DataArguments, ModelArguments
 from hf_bayes.cli.classifier import LabelArguments, classifier
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.evaluation_cases import refuse_changes
+from hf_bayes.cli.evaluation.cases import refuse_changes
 from hf_bayes.cli.language_model import TrainingWindowArguments, language_model
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.scripts import begin, continuing_comparison

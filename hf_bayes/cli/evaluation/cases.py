@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from hf_bayes.cli.evaluate_classes import CLASS_CASE
-from hf_bayes.cli.evaluate_labels import LABEL_CASE
-from hf_bayes.cli.evaluate_numbers import NUMBER_CASE, OWN_NUMBER_CASE
-from hf_bayes.cli.evaluate_windows import WINDOW_CASE
-from hf_bayes.cli.evaluate_words import WORD_CASE
-from hf_bayes.cli.evaluation import Case
+from hf_bayes.cli.evaluation.case import Case
+from hf_bayes.cli.evaluation.classes import CLASS_CASE
+from hf_bayes.cli.evaluation.labels import LABEL_CASE
+from hf_bayes.cli.evaluation.numbers import NUMBER_CASE, OWN_NUMBER_CASE
+from hf_bayes.cli.evaluation.windows import WINDOW_CASE
+from hf_bayes.cli.evaluation.words import WORD_CASE
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.base_model import describe_head
 from hf_bayes.posteriors.config import PosteriorConfig

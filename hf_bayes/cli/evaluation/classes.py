@@ -8,8 +8,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
-from hf_bayes.cli.evaluation import Case, Target
+from hf_bayes.cli.evaluation.case import Case, Target
+from hf_bayes.cli.evaluation.texts import TextArguments, collate_texts, text_sets
 from hf_bayes.cli.model_labels import classes_of
 from hf_bayes.metrics.figures import CLASSES
 from hf_bayes.models.predictors import Predictive

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from hf_bayes.cli.calibration_panels import COLOURS, draw_coverage, draw_deviations, draw_reliability
-from hf_bayes.cli.evaluation_table import MEASURES
+from hf_bayes.cli.evaluation.table import MEASURES
 from hf_bayes.metrics.evaluation import curves, row_means, uncertainties
 from hf_bayes.metrics.figures import Figures, Statistics
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from transformers import PreTrainedTokenizerBase
 
-from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
-from hf_bayes.cli.evaluation import Case, Target, nll_of
+from hf_bayes.cli.evaluation.case import Case, Target, nll_of
+from hf_bayes.cli.evaluation.texts import TextArguments, collate_texts, text_sets
 from hf_bayes.cli.model_labels import label_vectors_of
 from hf_bayes.metrics.figures import SEVERAL_LABELS
 from hf_bayes.models.predictors import Predictive

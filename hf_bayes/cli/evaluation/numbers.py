@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_rows
-from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
-from hf_bayes.cli.evaluation import TEST, Case, Target, nll_of
+from hf_bayes.cli.evaluation.case import TEST, Case, Target, nll_of
+from hf_bayes.cli.evaluation.texts import TextArguments, collate_texts, text_sets
 from hf_bayes.cli.model_labels import numbers_of
 from hf_bayes.metrics.figures import NUMBERS, OWN_NUMBERS
 from hf_bayes.models.predictives import GaussianNumbers, MemberNumbers

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_rows
-from hf_bayes.cli.evaluation import TEST, Collate
+from hf_bayes.cli.evaluation.case import TEST, Collate
 from hf_bayes.cli.labels import unlabelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
 from hf_bayes.cli.parsing import check_count

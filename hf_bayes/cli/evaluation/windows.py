@@ -10,8 +10,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
 from hf_bayes.cli.data import texts_in
-from hf_bayes.cli.evaluate_classes import scored_classes
-from hf_bayes.cli.evaluation import Case, Collate, Target
+from hf_bayes.cli.evaluation.case import Case, Collate, Target
+from hf_bayes.cli.evaluation.classes import scored_classes
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.token_windows import token_windows, window_length
 from hf_bayes.metrics.figures import NEXT_TOKENS

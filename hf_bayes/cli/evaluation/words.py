@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import check_split, load_rows
-from hf_bayes.cli.evaluate_classes import scored_classes, unscored_classes
-from hf_bayes.cli.evaluate_texts import TextArguments
-from hf_bayes.cli.evaluation import TEST, Case, Collate, Target
+from hf_bayes.cli.evaluation.case import TEST, Case, Collate, Target
+from hf_bayes.cli.evaluation.classes import scored_classes, unscored_classes
+from hf_bayes.cli.evaluation.texts import TextArguments
 from hf_bayes.cli.model_labels import tags_of, words_of
 from hf_bayes.cli.padding import longest_row
 from hf_bayes.cli.row_places import place_of

@@ -63,4 +63,4 @@ def key_noise(
     columns = (value[..., None] * features[:, None, :, None, :]).flatten(-2)
     mixed = (spread @ columns).unflatten(-1, (value.shape[-1], -1))
     shift = (spread @ features[:, None])[..., None, :] * output[..., None]
-    return scale**2 * (mixed - shift).square().sum(-1)
+    return scale**2 * (mixed - shift).square().sum(-1)  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ from hf_bayes.distributions.covariance import Diagonal, Kronecker
 from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.base_model import num_labels_of
 from hf_bayes.models.input_predictors import member_outputs
 from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, moved_to, owner_of, spread_along
 from hf_bayes.models.predictors import Predictive
@@ -78,7 +79,7 @@ def leading_directions(logits: Tensor, number: int) -> Tensor:
     fisher = torch.diag_embed(values) - values[..., None] * values[..., None, :]
     vectors = torch.linalg.eigh(fisher).eigenvectors[..., -number:]
     index = classes[..., None].expand_as(vectors)
-    return vectors.new_zeros(*logits.shape, number).scatter(-2, index, vectors)
+    return vectors.new_zeros(*logits.shape, number).scatter(-2, index, vectors)  # type: ignore[no-any-return]
 
 
 class BackwardPredictor:
@@ -196,7 +197,7 @@ class BackwardPredictor:
         return gaussian_outputs(model, self.gaussian, inputs, self._directions(model, factors))
 
     def _directions(self, model: BayesianModel, factors: Mapping[str, float]) -> Directions:
-        size = model.config.num_labels
+        size = num_labels_of(model.config)
         if without_weights(model.likelihood).predicts_classes and self.rank < size:
             return Directions(lambda logits: leading_directions(logits, self.rank), self.rank, factors)
         return Directions(lambda logits: torch.eye(size).to(logits).expand(len(logits), -1, -1), size, factors)

@@ -203,10 +203,10 @@ def _sum(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Ten
     found = sum(variance_of(value) for value in args)
     if len(random) == 1:
         source = own.source if result.shape == own.variance.shape else None
-        return own.new(found.expand(result.shape), own.features, source)  # type: ignore[union-attr]
+        return own.new(found.expand(result.shape), own.features, source)
     same = all(value.shape == result.shape and result.ndim == 3 for value in random)
     parts = [(value.spread.variance, value.spread.features) for value in random]
-    return own.new(found.expand(result.shape), blended(parts) if same else None)  # type: ignore[union-attr]
+    return own.new(found.expand(result.shape), blended(parts) if same else None)
 
 
 @_rule(*PRODUCTS, *QUOTIENTS)

@@ -122,10 +122,10 @@ def _lora_columns(item: Any, x: Tensor, noise: Tensor | None) -> Tensor:
         right.append(size * draws.mT)
     found = torch.bmm(torch.cat(left, -1), torch.cat(right, -2))
     if noise is None:
-        return with_drift(found).unflatten(1, lead)
+        return with_drift(found).unflatten(1, lead)  # type: ignore[no-any-return]
     before = F.linear(noise, item.whole.to(noise.dtype))
     before[:-1] += found.to(before.dtype)
-    return before.unflatten(1, lead)
+    return before.unflatten(1, lead)  # type: ignore[no-any-return]
 
 
 class RandomModule:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hf_bayes.core.compat import plain_tensor_functions
+
 
 class NoRule(ValueError):
     """An operation on an uncertain tensor for which a structure has no rule.
@@ -64,14 +66,14 @@ class GaussianTensor(Tensor):
     @staticmethod
     def of(mean: Tensor, spread: Spread) -> GaussianTensor:
         """Return a tensor with this mean and spread."""
-        found: GaussianTensor = mean.as_subclass(GaussianTensor)  # type: ignore[arg-type]
+        found: GaussianTensor = mean.as_subclass(GaussianTensor)
         found.spread = spread
         return found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensor_functions():
             if func in _IN_PLACE:
                 raise NoRule(f"{name_of(func)}, which writes in place")
             result = func(*replaced(args, mean_of), **replaced(kwargs, mean_of))

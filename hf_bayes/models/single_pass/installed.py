@@ -117,12 +117,12 @@ class RandomLora:
     def frozen(self) -> Tensor:
         """The weight [out, in] of the layer below the adapter."""
         weight = self.module.base_layer.weight.detach()
-        return weight.mT if self.transposed else weight
+        return weight.mT if self.transposed else weight  # type: ignore[no-any-return]
 
     @cached_property
     def whole(self) -> Tensor:
         """The weight [out, in] of the layer and its adapter at their means."""
-        return self.frozen.to(self.low.mean.dtype) + self.scaling * self.high.mean @ self.low.mean
+        return self.frozen.to(self.low.mean.dtype) + self.scaling * self.high.mean @ self.low.mean  # type: ignore[no-any-return]
 
     @cached_property
     def square(self) -> Tensor:
@@ -133,7 +133,7 @@ class RandomLora:
         """Return the output of the layer at the mean of its factors, in the order of peft's own operations."""
         base: Tensor = self.module.base_layer(x)
         low = F.linear(x.to(self.own["lora_A"].dtype), self.own["lora_A"])
-        return (base + F.linear(low, self.own["lora_B"]) * self.scaling).to(base.dtype)
+        return (base + F.linear(low, self.own["lora_B"]) * self.scaling).to(base.dtype)  # type: ignore[no-any-return]
 
     def spread(self, x: Tensor, noise: Any, settings: Settings) -> Any:
         """Return the spread of the output; see ``RandomLinear.spread``."""
@@ -276,7 +276,8 @@ _ACTIVATION: Rules = {DiagonalSpread: _activation_diagonal, Factors: _factors, T
 
 
 def _eps_of(module: Any) -> float:
-    return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0))
+    eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0)
+    return float(eps)
 
 
 def _features(features: Tensor) -> Tensor | None:

@@ -33,4 +33,4 @@ def added(mean: Tensor, covariance: Tensor, law: WeightLaw) -> Tensor:
 def root_of(covariance: Tensor) -> Tensor:
     """Return [..., n, n] R with R R' = covariance, which may be singular."""
     values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp_min(0).sqrt()[..., None, :]
+    return vectors * values.clamp_min(0).sqrt()[..., None, :]  # type: ignore[no-any-return]

@@ -47,4 +47,4 @@ def gain_of(norm: torch.nn.Module, eps: float, like: Tensor) -> Tensor:
     """
     ones = torch.ones(1, like.shape[-1], dtype=like.dtype, device=like.device)
     found: Tensor = type(norm).forward(norm, ones)[0]
-    return found * (1 + eps) ** 0.5
+    return found * (1 + eps) ** 0.5  # type: ignore[no-any-return]

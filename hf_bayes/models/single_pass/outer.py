@@ -70,7 +70,7 @@ class Outer:
             assert own.law is not None
             assert own.mean is not None
             found = found + own.factor * own.law.variance(own.mean, None)
-        return self.gain**2 * found  # type: ignore[operator, return-value]
+        return self.gain**2 * found  # type: ignore[return-value]
 
     def covariance(self, inputs: Tensor | None) -> Tensor:
         """Return [..., C, C]."""
@@ -150,4 +150,4 @@ def at_draws(expected: Tensor, columns: Tensor, shared: int) -> Tensor:
 
 def drawn_products(x: Tensor, draws: Tensor) -> Tensor:
     """Return [S, ..., out], W_s x_s for draws [S, out, in] and x [S, ..., in], or [1, ..., in] for all draws."""
-    return torch.matmul(x.flatten(1, -2), draws.mT).unflatten(1, x.shape[1:-1])
+    return torch.matmul(x.flatten(1, -2), draws.mT).unflatten(1, x.shape[1:-1])  # type: ignore[no-any-return]

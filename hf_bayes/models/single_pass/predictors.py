@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.evaluation_mode import evaluating
+from hf_bayes.methods.registry import names_with
 from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
@@ -34,9 +35,11 @@ def gaussian_of(model: BayesianModel) -> Gaussian:
     posterior = model.posterior
     if posterior is None or not isinstance(posterior.approximation, Gaussian):
         found = "none" if posterior is None else f"a posterior of {posterior.config.approximation}"
+        of_gaussians = names_with(lambda needs: needs.ends_in_gaussian)
         raise ValueError(
-            f"a single pass needs a Gaussian posterior, got {found}: fit SWAG through the draws or a Laplace "
-            "approximation (docs/laplace.md), distil the members into a student, or predict by members"
+            f"a single pass needs a Gaussian posterior, got {found}: fit a Gaussian through the draws "
+            f"(docs/single_pass.md), use a method whose posterior is Gaussian ({of_gaussians}), distil the members "
+            "into a student, or predict by members"
         )
     return moved(posterior.approximation, model.theta)  # type: ignore[no-any-return]
 

@@ -63,4 +63,4 @@ def _projection(size: int) -> Tensor:
 @functools.cache
 def _rotation(index: int) -> Tensor:
     generator = torch.Generator().manual_seed(index)
-    return torch.linalg.qr(torch.randn(NUM_FEATURES, NUM_FEATURES, generator=generator, dtype=torch.float64))[0]
+    return torch.linalg.qr(torch.randn(NUM_FEATURES, NUM_FEATURES, generator=generator, dtype=torch.float64))[0]  # type: ignore[no-any-return]

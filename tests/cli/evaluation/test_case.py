@@ -8,8 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_bayes.cli.evaluate_classes import CLASS_CASE
-from hf_bayes.cli.evaluation import Case, Found, evaluate
+from hf_bayes.cli.evaluation.case import Case, Found, evaluate
+from hf_bayes.cli.evaluation.classes import CLASS_CASE
 from hf_bayes.models.base import BayesianModel
 from tests import runs
 from tests.cli.evaluated import members_of

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.cli.evaluate_texts import TextArguments
-from hf_bayes.cli.evaluate_windows import WindowArguments
-from hf_bayes.cli.evaluation_cases import CASES, case_of, head_of, own_arguments
+from hf_bayes.cli.evaluation.cases import CASES, case_of, head_of, own_arguments
+from hf_bayes.cli.evaluation.texts import TextArguments
+from hf_bayes.cli.evaluation.windows import WindowArguments
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic

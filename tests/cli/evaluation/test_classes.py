@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import log_loss
 
-from hf_bayes.cli.evaluate_classes import CLASS_CASE
+from hf_bayes.cli.evaluation.classes import CLASS_CASE
 from hf_bayes.models.base import BayesianModel
 from tests.cli.evaluated import NUM_ROWS, SENTENCES, found_by, inputs_of, members_of, write_rows
 from tests.tiny_models import tiny_bert

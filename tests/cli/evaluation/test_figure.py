@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from hf_bayes.cli.evaluation_figure import DRAWINGS, plot
+from hf_bayes.cli.evaluation.figure import DRAWINGS, plot
 from hf_bayes.metrics import evaluation_results
 from hf_bayes.metrics.figures import CLASSES, NEXT_TOKENS, NUMBERS, OWN_NUMBERS, SEVERAL_LABELS, TAGS, Figures
 from tests.metrics.test_figures import labelled, numbered

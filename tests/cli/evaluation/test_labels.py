@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.cli.evaluate_labels import LABEL_CASE, scored_labels
+from hf_bayes.cli.evaluation.labels import LABEL_CASE, scored_labels
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.custom_predictives import of_gaussian
 from hf_bayes.uncertainty.likelihoods import Bernoulli

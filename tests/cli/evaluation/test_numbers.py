@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import norm, poisson
 
-from hf_bayes.cli.evaluate_numbers import NUMBER_CASE, OWN_NUMBER_CASE, scored_numbers
+from hf_bayes.cli.evaluation.numbers import NUMBER_CASE, OWN_NUMBER_CASE, scored_numbers
 from hf_bayes.metrics.evaluation import evaluation_results
 from hf_bayes.metrics.figures import OWN_NUMBERS
 from hf_bayes.models.base import BayesianModel

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hf_bayes.cli.evaluation_table import tables
+from hf_bayes.cli.evaluation.table import tables
 from hf_bayes.metrics import evaluation_results
 from hf_bayes.metrics.figures import NUMBERS, SEVERAL_LABELS, Figures
 from tests.metrics.test_figures import labelled, numbered

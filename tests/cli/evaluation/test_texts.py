@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from hf_bayes.cli.evaluate_texts import TextArguments, collate_texts, text_sets
+from hf_bayes.cli.evaluation.texts import TextArguments, collate_texts, text_sets
 from tests.cli.evaluated import NUM_ROWS, write_rows
 from tests.tiny_models import tiny_tokenizer
 

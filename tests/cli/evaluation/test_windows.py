@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from transformers import default_data_collator
 
-from hf_bayes.cli.evaluate_windows import WINDOW_CASE, WindowArguments, windows_of
-from hf_bayes.cli.evaluation import Target, evaluate
+from hf_bayes.cli.evaluation.case import Target, evaluate
+from hf_bayes.cli.evaluation.windows import WINDOW_CASE, WindowArguments, windows_of
 from hf_bayes.metrics.figures import Array, terms
 from hf_bayes.models.attaching import attach
 from hf_bayes.uncertainty.likelihoods import IGNORE

@@ -8,9 +8,9 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, f1_score, log_loss
 
-from hf_bayes.cli.evaluate_texts import TextArguments
-from hf_bayes.cli.evaluate_words import WORD_CASE
-from hf_bayes.cli.evaluation import Target
+from hf_bayes.cli.evaluation.case import Target
+from hf_bayes.cli.evaluation.texts import TextArguments
+from hf_bayes.cli.evaluation.words import WORD_CASE
 from hf_bayes.metrics import evaluation_results
 from hf_bayes.models.base import BayesianModel
 from tests.cli.evaluated import SENTENCES, found_by, members_of, write_rows
