@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from hf_bayes.models.input_check import check_vocabulary
 from hf_bayes.objectives.label_columns import columns_of, with_columns
 from hf_bayes.posteriors.storage import check_writable
-from hf_bayes.training import checkpoints
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
 from hf_bayes.training.calibrating import reason_against, require_calibration
+from hf_bayes.training.checkpoints import required_newest, settings_of
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.heldout_rows import HeldOutData
@@ -22,7 +23,7 @@ from hf_bayes.training.preferences import PairRows
 from hf_bayes.training.refusals import refuse_batch_statistics, require_all_chains
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
-from hf_bayes.training.setup import Setup
+from hf_bayes.training.setup import Setup, given_back_on_error
 from hf_bayes.training.step_lines import shorten_lines
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 
@@ -68,7 +69,50 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     return rows
 
 
-def rows_to_train_on(host: TrainerHost, setup: Setup, rows: TrainingRows | None) -> TrainingRows:
+class Beginning(NamedTuple):
+    """A run that has passed all checks which need no update.
+
+    Attributes:
+        active: the run.
+        diagnosis: its diagnostics, with its checkpoints.
+        learning_rate: its learning rate, for Trainer.
+        checkpoint: the checkpoint that it resumes from; None for a new run.
+        end: Trainer's state at the end of the run, if ``checkpoint`` is that end; otherwise None.
+    """
+
+    active: ActiveRun
+    diagnosis: Diagnosis
+    learning_rate: LearningRate
+    checkpoint: str | None
+    end: TrainerState | None
+
+
+def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: str | bool | None) -> Beginning:
+    """Make a run, and announce it after all checks that need no update. An error leaves the model as it was.
+
+    Args:
+        resume: a checkpoint; True takes the newest one that is complete; None and False begin a new run.
+    Raises:
+        ValueError: for rows or a checkpoint that the run cannot be made of, or a model that mixes packed documents.
+    """
+    rows = _rows_to_train_on(host, setup, rows)
+    checkpoint, found_rate = _resumed_checkpoint(host, resume)
+    with given_back_on_error(setup.model):
+        active = ActiveRun(host, setup, rows, found_rate=found_rate)
+        saves = checkpoint is not None or host.args.save_strategy != SaveStrategy.NO
+        checkpoints = RunCheckpoints(active, identified=saves)
+        num_updates = 0 if checkpoint is None else checkpoints.check(checkpoint)
+        shorten_lines(host.callback_handler)
+        announce(active)
+        rows.refuse_mixed_documents()
+        # Trainer would make one more update
+        ends = checkpoint is not None and num_updates >= active.problem.num_steps
+        end = checkpoints.load_end(checkpoint) if checkpoint is not None and ends else None
+    learning_rate = LearningRate(setup.model.theta, active.problem.learning_rate)
+    return Beginning(active, Diagnosis(active, checkpoints), learning_rate, checkpoint, end)
+
+
+def _rows_to_train_on(host: TrainerHost, setup: Setup, rows: TrainingRows | None) -> TrainingRows:
     """Return the training rows, after the checks that need no run.
 
     Raises:
@@ -82,7 +126,7 @@ def rows_to_train_on(host: TrainerHost, setup: Setup, rows: TrainingRows | None)
     return rows
 
 
-def resumed_checkpoint(host: TrainerHost, resume: str | bool | None) -> tuple[str | None, float | None]:
+def _resumed_checkpoint(host: TrainerHost, resume: str | bool | None) -> tuple[str | None, float | None]:
     """Return the checkpoint to resume from and the learning rate that its run has found; None for each without one.
 
     Args:
@@ -91,25 +135,5 @@ def resumed_checkpoint(host: TrainerHost, resume: str | bool | None) -> tuple[st
         ValueError: if there is no checkpoint, or it is damaged.
         FileNotFoundError: if a file of the checkpoint is missing.
     """
-    checkpoint = checkpoints.required_newest(host.directory) if resume is True else resume or None
-    return checkpoint, None if checkpoint is None else checkpoints.settings_of(checkpoint).get("found_rate")
-
-
-def begin(active: ActiveRun, checkpoint: str | None) -> tuple[Diagnosis, LearningRate, int]:
-    """Announce a run, after all checks that need no update.
-
-    Args:
-        checkpoint: the checkpoint that the run resumes from; None for a new run.
-    Returns:
-        The run's diagnostics with its checkpoints, its learning rate, and the number of updates in ``checkpoint``.
-    Raises:
-        ValueError: if the checkpoint belongs to another run, or the model mixes packed documents.
-    """
-    host = active.host
-    saves = checkpoint is not None or host.args.save_strategy != SaveStrategy.NO
-    diagnosis = Diagnosis(active, RunCheckpoints(active, identified=saves))
-    num_updates = 0 if checkpoint is None else diagnosis.checkpoints.check(checkpoint)
-    shorten_lines(host.callback_handler)
-    announce(active)
-    active.rows.refuse_mixed_documents()
-    return diagnosis, LearningRate(active.setup.model.theta, active.problem.learning_rate), num_updates
+    checkpoint = required_newest(host.directory) if resume is True else resume or None
+    return checkpoint, None if checkpoint is None else settings_of(checkpoint).get("found_rate")

@@ -34,8 +34,8 @@ from hf_bayes.training.outcome import Outcome
 from hf_bayes.training.private_hooks import PrivateHooks
 from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_types
 from hf_bayes.training.rows import TrainingRows
-from hf_bayes.training.session import begin, required, resumed_checkpoint, rows_to_train_on, take_data
-from hf_bayes.training.setup import Setup, given_back_on_error, set_up
+from hf_bayes.training.session import begin, required, take_data
+from hf_bayes.training.setup import Setup, set_up
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 
@@ -132,21 +132,15 @@ class BayesianTrainerMixin(PrivateHooks):
             ValueError: if the output directory cannot hold a posterior, or the run is too short for its draws.
             FloatingPointError: at the step at which something becomes NaN or infinite.
         """
-        host = TrainerHost(self)
-        rows = rows_to_train_on(host, self.setup, self.rows)
-        checkpoint, found_rate = resumed_checkpoint(host, resume_from_checkpoint)
-        with given_back_on_error(self.setup.model):  # an earlier run stays until all checks have passed
-            active = ActiveRun(host, self.setup, rows, found_rate=found_rate)
-            self.diagnosis, self.optimizer, num_updates = begin(active, checkpoint)
-        self.active = active
-        self.outcome.begin(active)
-        if checkpoint is not None and num_updates >= active.problem.num_steps:
-            end = self.diagnosis.checkpoints.load_end(checkpoint)  # Trainer would make one more update
-            self.state, output = end, TrainOutput(end.global_step, 0.0, {})
+        begun = begin(TrainerHost(self), self.setup, self.rows, resume_from_checkpoint)
+        self.active, self.diagnosis, self.optimizer = begun.active, begun.diagnosis, begun.learning_rate
+        self.outcome.begin(begun.active)
+        if begun.end is None:
+            with begun.active.trunk_memory():
+                output = super().train(begun.checkpoint, *args, **kwargs)
         else:
-            with active.trunk_memory():
-                output = super().train(checkpoint, *args, **kwargs)
-        self.outcome.finish(active, self.diagnosis)
+            self.state, output = begun.end, TrainOutput(begun.end.global_step, 0.0, {})
+        self.outcome.finish(begun.active, begun.diagnosis)
         return output
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
