@@ -29,12 +29,12 @@ def initial_members(layout: Layout, start: Tensor, config: MethodConfig, *, seed
         redraw = partner is not None and not bool(partner.any())
         scales.append(rms if redraw else config.init_jitter * (rms or ZERO_TENSOR_RMS))
         keeps.append(0.0 if redraw else 1.0)
-    spread = _by_tensor(layout, scales, start)
+    widths = _by_tensor(layout, scales, start)
     kept = _by_tensor(layout, keeps, start)
     noise = torch.stack(
         [torch.randn(layout.dim, generator=generator(seed, "start", chain), dtype=start.dtype) for chain in chains]
     ).to(start.device)
-    return kept * start + spread * noise
+    return kept * start + widths * noise
 
 
 def _by_tensor(layout: Layout, values: Sequence[float], like: Tensor) -> Tensor:

@@ -144,9 +144,9 @@ class RewardModel:
         return list(self.tokenizer.apply_chat_template(list(text), tokenize=True, return_dict=True)["input_ids"])
 
     def _summary(self, rewards: Tensor) -> Rewards:
-        spread = self.model.spread
-        mean = spread.mean(rewards)
-        std = spread.mean((rewards - mean).square()).sqrt()
+        group = self.model.member_group
+        mean = group.mean(rewards)
+        std = group.mean((rewards - mean).square()).sqrt()
         return Rewards(mean, std, mean - self.bound * std)
 
 

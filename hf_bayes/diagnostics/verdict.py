@@ -52,13 +52,9 @@ class Diagnostics(Measurements):
     """The measurements of a run with their verdict.
 
     Each check returns a complaint with its remedy, or None.
-
-    Attributes:
-        spread_advice: ``Requirements.spread_advice`` of the method, for the remedies. It is no measurement, so
-            ``summary`` leaves it out.
     """
 
-    spread_advice: str = ""
+    spread_advice: str = ""  # of the method's Requirements; it is no measurement, and ``summary`` leaves it out
 
     @property
     def complaints(self) -> list[str]:
@@ -147,10 +143,7 @@ class Diagnostics(Measurements):
         return "too large" if self.informed_spread > expected else "too small"
 
     def summary(self) -> dict[str, Any]:
-        """Return a dict for JSON: all measurements, the number of chains and the verdict.
-
-        Non-finite numbers become null.
-        """
+        """Return measurements, number of chains and verdict for JSON. Numbers that are not finite become null."""
         fields = {name: _json(value) for name, value in asdict(self).items() if name != "spread_advice"}
         judged = {name: getattr(self, name) for name in ("num_chains", "verdict", "converged", "epistemic_size")}
         return {**fields, **judged}

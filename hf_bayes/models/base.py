@@ -59,8 +59,7 @@ class BayesianModel(HostMethods):
     """The auto class of transformers that loads the base model."""
     term_kind: ClassVar[str] = "outputs"
     """A likelihood term is "outputs" (of a row, or a labelled token), the next "token", or a pair of "answers"."""
-    predicts_its_terms: ClassVar[bool] = True
-    """False if a loaded posterior does not predict the likelihood terms of training, as after DPO."""
+    predicts_its_terms: ClassVar[bool] = True  # False: a loaded posterior does not predict these terms, as after DPO
     linearises: ClassVar[bool] = False
     """True if a loaded Laplace approximation predicts linearised: too costly for taggers and language models."""
     _student: Callable[[], Predictor]
@@ -222,15 +221,15 @@ class BayesianModel(HostMethods):
         return self.current_members.temperature
 
     @property
-    def spread(self) -> LocalMembers:
+    def member_group(self) -> LocalMembers:
         """The processes that hold the members which evaluation and generation use."""
-        return self.current_members.spread
+        return self.current_members.group
 
-    def show(self, theta: Tensor | None, spread: LocalMembers | None = None, temperature: float = 1.0) -> None:
+    def show(self, theta: Tensor | None, group: LocalMembers | None = None, temperature: float = 1.0) -> None:
         """Let evaluation and generation use ``theta`` [M', d] instead of the parameter; None ends this.
 
         Args:
-            spread: the processes that hold the other members, if ``theta`` has not all.
+            group: the processes that hold the other members, if ``theta`` has not all.
             temperature: the temperature of their mixture.
         Raises:
             ValueError: if the model was detached, or its predictor cannot take other members.
@@ -238,26 +237,26 @@ class BayesianModel(HostMethods):
         if theta is not None:
             self.predictor.check_shown()
         self.members.require_attached()
-        self.current_members.show(None if theta is None else theta.to(self.theta.device), spread, temperature)
+        self.current_members.show(None if theta is None else theta.to(self.theta.device), group, temperature)
 
     @contextmanager
-    def showing(self, theta: Tensor, spread: LocalMembers | None = None, temperature: float = 1.0) -> Iterator[None]:
+    def showing(self, theta: Tensor, group: LocalMembers | None = None, temperature: float = 1.0) -> Iterator[None]:
         """Use ``theta`` until the end of the block, and then the earlier members again."""
         with self.current_members.restored():
-            self.show(theta, spread, temperature)
+            self.show(theta, group, temperature)
             yield
 
     def spread_members(self, group: Any = None) -> Self:
         """Keep this process's share of theta (``share_of``). From now on all processes must make the same calls."""
-        theta, self.current_members.own_spread = share_of(self.theta, group)
+        theta, self.current_members.own_group = share_of(self.theta, group)
         self.place(theta)
         return self
 
     def detach(self) -> nn.Module:
         """Restore the wrapped model exactly as it was: forwards, hooks, values and requires_grad.
 
-        A ``base_model`` of ``from_pretrained`` comes back without the adapter. From then on predictions, training and
-        ``show`` raise a ValueError; ``theta``, ``layout`` and ``config`` stay readable. A second call changes nothing.
+        A ``base_model`` of ``from_pretrained`` comes back without the adapter. Predictions, training and ``show`` then
+        raise a ValueError; ``theta``, ``layout`` and ``config`` stay readable. A second call changes nothing.
         """
         if self.members.attached:
             self.members.remove()

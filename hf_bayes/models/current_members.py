@@ -18,39 +18,39 @@ class CurrentMembers:
 
     Attributes:
         shown: [M', d] members in place of the model's own; None for its own.
-        own_spread: the processes that hold the other members while the model's own are used.
-        shown_spread: the processes that hold the other members while ``shown`` is used.
+        own_group: the processes that hold the other members while the model's own are used.
+        shown_group: the processes that hold the other members while ``shown`` is used.
         own_temperature: the temperature of the mixture of the model's own members, see ``mixture_temperature``.
         shown_temperature: the temperature of the mixture while ``shown`` is used.
     """
 
     def __init__(self) -> None:
         self.shown: Tensor | None = None
-        self.own_spread = self.shown_spread = LocalMembers()
+        self.own_group = self.shown_group = LocalMembers()
         self.own_temperature = self.shown_temperature = 1.0
 
     @property
-    def spread(self) -> LocalMembers:
+    def group(self) -> LocalMembers:
         """The processes that hold the members."""
-        return self.own_spread if self.shown is None else self.shown_spread
+        return self.own_group if self.shown is None else self.shown_group
 
     @property
     def temperature(self) -> float:
         """The temperature of the mixture."""
         return self.own_temperature if self.shown is None else self.shown_temperature
 
-    def show(self, theta: Tensor | None, spread: LocalMembers | None, temperature: float = 1.0) -> None:
+    def show(self, theta: Tensor | None, group: LocalMembers | None, temperature: float = 1.0) -> None:
         """Use ``theta`` from now on; None switches back to the model's own members."""
-        self.shown, self.shown_spread, self.shown_temperature = theta, spread or LocalMembers(), temperature
+        self.shown, self.shown_group, self.shown_temperature = theta, group or LocalMembers(), temperature
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the current members and the temperatures at the end of the block."""
-        before = self.shown, self.shown_spread, self.shown_temperature, self.own_temperature
+        before = self.shown, self.shown_group, self.shown_temperature, self.own_temperature
         try:
             yield
         finally:
-            self.shown, self.shown_spread, self.shown_temperature, self.own_temperature = before
+            self.shown, self.shown_group, self.shown_temperature, self.own_temperature = before
 
 
 def stored_temperature(calibration: Mapping[str, Any], prediction: str, num_members: int) -> float:
@@ -94,9 +94,9 @@ def share_of(theta: Tensor, group: Any) -> tuple[Tensor, DistributedMembers]:
             "members are spread over the processes of a launch, and this one has no process group: start it with "
             "accelerate launch or torchrun, and make an accelerate PartialState() first"
         )
-    spread = DistributedMembers(group)
-    if len(theta) % spread.size:
+    processes = DistributedMembers(group)
+    if len(theta) % processes.size:
         raise ValueError(
-            f"{len(theta)} members cannot be dealt to {spread.size} processes evenly: load another number of members"
+            f"{len(theta)} members cannot be dealt to {processes.size} processes evenly: load another number of members"
         )
-    return theta.detach().chunk(spread.size)[spread.rank].clone(), spread
+    return theta.detach().chunk(processes.size)[processes.rank].clone(), processes

@@ -32,12 +32,12 @@ from hf_bayes.uncertainty.several_labels import two_classes
 class OwnNumbers(MemberPredictive):
     """The mean of the mixture of members [..., D], and the standard deviations around it."""
 
-    def __init__(self, logits: Tensor, likelihood: Adapted, spread: LocalMembers) -> None:
-        super().__init__(logits, likelihood, spread)
+    def __init__(self, logits: Tensor, likelihood: Adapted, group: LocalMembers) -> None:
+        super().__init__(logits, likelihood, group)
         means, variances = cast(Moments, likelihood.config.predict(widened(logits)))
-        self.logits = spread.mean(means)
-        aleatoric = spread.mean(variances)
-        epistemic = spread.mean((means - self.logits).square())
+        self.logits = group.mean(means)
+        aleatoric = group.mean(variances)
+        epistemic = group.mean((means - self.logits).square())
         self.parts = {
             "predictive_std": (aleatoric + epistemic).sqrt(),
             "aleatoric_std": aleatoric.sqrt(),
@@ -52,11 +52,11 @@ class OwnNumbers(MemberPredictive):
 class MemberRewards(MemberPredictive):
     """The members' mean reward [..., 1] of single texts, and its standard deviation over the members."""
 
-    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
-        super().__init__(logits, likelihood, spread)
+    def __init__(self, logits: Tensor, likelihood: Likelihood, group: LocalMembers) -> None:
+        super().__init__(logits, likelihood, group)
         rewards = widened(logits)
-        self.logits = spread.mean(rewards)
-        self.parts = {"epistemic_std": spread.mean((rewards - self.logits).square()).sqrt()}
+        self.logits = group.mean(rewards)
+        self.parts = {"epistemic_std": group.mean((rewards - self.logits).square()).sqrt()}
 
 
 class GaussianRewards:
@@ -124,37 +124,37 @@ class UnweightedRows:
         return self._inner.nll_at_temperatures(self._likelihood.parts(labels)[0])
 
 
-def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> Predictive:
+def of_members(logits: Tensor, likelihood: Likelihood, group: LocalMembers, temperature: float = 1.0) -> Predictive:
     """Return the mixture of members with ``logits`` [M, ..., C] under any likelihood.
 
     Args:
         temperature: as of ``predictives.of_head_members``.
     """
-    return _of_members(likelihood, logits, spread, temperature)
+    return _of_members(likelihood, logits, group, temperature)
 
 
 @functools.singledispatch
-def _of_members(likelihood: Likelihood, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
-    return predictives.of_head_members(logits, likelihood, spread, temperature)
+def _of_members(likelihood: Likelihood, logits: Tensor, group: LocalMembers, temperature: float) -> Predictive:
+    return predictives.of_head_members(logits, likelihood, group, temperature)
 
 
 @_of_members.register
-def _of_weighted(likelihood: WeightedRows, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
-    return UnweightedRows(of_members(logits, likelihood.inner, spread, temperature), likelihood)
+def _of_weighted(likelihood: WeightedRows, logits: Tensor, group: LocalMembers, temperature: float) -> Predictive:
+    return UnweightedRows(of_members(logits, likelihood.inner, group, temperature), likelihood)
 
 
 @_of_members.register
-def _of_texts(likelihood: Preferences, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
+def _of_texts(likelihood: Preferences, logits: Tensor, group: LocalMembers, temperature: float) -> Predictive:
     if logits.shape[-1] == likelihood.texts_per_row:
-        return MemberClasses(logits, Categorical(), spread, temperature)
-    return MemberRewards(logits, likelihood, spread)
+        return MemberClasses(logits, Categorical(), group, temperature)
+    return MemberRewards(logits, likelihood, group)
 
 
 @_of_members.register
-def _of_own(likelihood: Adapted, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
+def _of_own(likelihood: Adapted, logits: Tensor, group: LocalMembers, temperature: float) -> Predictive:
     if likelihood.num_classes is None:
-        return OwnNumbers(logits, likelihood, spread)
-    return MemberClasses(likelihood.predict_classes(logits).log_probs, Categorical(), spread, temperature)
+        return OwnNumbers(logits, likelihood, group)
+    return MemberClasses(likelihood.predict_classes(logits).log_probs, Categorical(), group, temperature)
 
 
 def of_gaussian(

@@ -39,7 +39,7 @@ class ModelOfText(Protocol):
     def num_members(self) -> int: ...
 
     @property
-    def spread(self) -> LocalMembers: ...
+    def member_group(self) -> LocalMembers: ...
 
     def score(self, input_ids: Tensor, attention_mask: Tensor, *, first: int, **inputs: Any) -> Scores: ...
 
@@ -74,10 +74,10 @@ class Decoding:
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         kwargs = _checked(model, prompt, kwargs)
-        spread = model.spread
-        self.trace = trace = GenerationTrace(spread)
+        group = model.member_group
+        self.trace = trace = GenerationTrace(group)
         trace.prompt_mask = kwargs.get("attention_mask")
-        spread.agree_on_randomness()
+        group.agree_on_randomness()
         if isinstance(streamer := kwargs.get("streamer"), TraceStreamer):
             streamer.watch(trace)
         try:
@@ -176,7 +176,7 @@ def _score_rows(model: ModelOfText, input_ids: Tensor, attention_mask: Tensor, f
             assert found.members is not None  # require_members refuses closed forms
             prediction, logits = found.members
             pieces.append(record(prediction, logits, input_ids.flatten()[index + 1]))
-    return to_scores(join(pieces), valid, model.spread)
+    return to_scores(join(pieces), valid, model.member_group)
 
 
 def _checked(model: ModelOfText, prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

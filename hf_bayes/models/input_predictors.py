@@ -56,7 +56,7 @@ class MemberPredictor:
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the mixture of the members."""
         logits = member_outputs(model, inputs)
-        return custom_predictives.of_members(logits, model.likelihood, model.spread, model.mixture_temperature)
+        return custom_predictives.of_members(logits, model.likelihood, model.member_group, model.mixture_temperature)
 
 
 class LinearisedPredictor:

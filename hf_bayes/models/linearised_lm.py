@@ -56,7 +56,7 @@ def means_of_draws(means: Tensor, model: BayesianModel) -> Tensor:
 
     ``Gaussian.sample`` deals draws to components in turn, and ``spread_members`` deals draws to processes.
     """
-    numbers = model.spread.rank * model.num_members + torch.arange(model.num_members, device=means.device)
+    numbers = model.member_group.rank * model.num_members + torch.arange(model.num_members, device=means.device)
     return means[numbers % len(means)]
 
 

@@ -150,9 +150,9 @@ def number_statistics(mean: Tensor, deviations: dict[str, Tensor], labels: Tenso
     return {name: value.mean(-1) for name, value in {"mse": squares, "covered": covered, **deviations}.items()}
 
 
-def _member_scores(parts: Tensor, spread: LocalMembers) -> dict[str, Tensor]:
+def _member_scores(parts: Tensor, group: LocalMembers) -> dict[str, Tensor]:
     """Return the statistics of single members from the log-likelihoods [m, n, P] of the parts of n terms."""
-    return {"member_nll": -spread.mean(parts.sum(-1)), "member_log_lik": spread.every(parts).movedim(0, -1)}
+    return {"member_nll": -group.mean(parts.sum(-1)), "member_log_lik": group.every(parts).movedim(0, -1)}
 
 
 # -- from the logits of members -------------------------------------------------------------------------------------
@@ -163,74 +163,77 @@ class MemberPredictive(NumberPredictive):
 
     Args:
         logits: [M, ..., C] logits of the members in this process.
-        spread: the processes that hold the other members.
+        group: the processes that hold the other members.
     """
 
     logits: Tensor
     parts: dict[str, Tensor]
 
-    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
-        self.member_logits, self.likelihood, self.spread = logits, likelihood, spread
+    def __init__(self, logits: Tensor, likelihood: Likelihood, group: LocalMembers) -> None:
+        self.member_logits, self.likelihood, self.group = logits, likelihood, group
 
     def loss(self, labels: Tensor) -> Tensor:
         """Return the mean over terms of -log mean_m p_m(label)."""
         terms = self.likelihood.is_term(labels)
         logits, labels = self.member_logits[:, terms], labels[terms]
         per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
-        return -self.spread.log_mean_exp(per_member).sum() / terms.sum().clamp_min(1)
+        return -self.group.log_mean_exp(per_member).sum() / terms.sum().clamp_min(1)
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL of the mixture and of the members."""
         logits = self.member_logits
         per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
-        return {"nll": -self.spread.log_mean_exp(per_member), **_member_scores(per_member[..., None], self.spread)}
+        return {
+            "nll": -self.group.log_mean_exp(per_member),
+            **_member_scores(per_member[..., None], self.group),
+        }
 
 
 class MemberClasses(ClassPredictive):
     """The log of the members' mean probabilities, at the temperature of the mixture."""
 
-    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> None:
-        prediction = temper(spread.predict(logits), temperature)
+    def __init__(self, logits: Tensor, likelihood: Likelihood, group: LocalMembers, temperature: float = 1.0) -> None:
+        prediction = temper(group.predict(logits), temperature)
         super().__init__(prediction.log_probs, prediction.uncertainty._asdict(), likelihood, temperature)
-        self.members, self.member_logits, self.spread = (prediction, logits), logits, spread
+        self.members, self.member_logits, self.group = (prediction, logits), logits, group
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return scores of the mixture, uncertainties, and the NLL of the members."""
         terms = labels != IGNORE
         members, chosen_labels = widened(self.member_logits[:, terms]), labels[terms]
         chosen = members.gather(-1, chosen_labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
-        return {**super().statistics(labels), **_member_scores(chosen[..., None], self.spread)}
+        return {**super().statistics(labels), **_member_scores(chosen[..., None], self.group)}
 
 
 class MemberLabels(LabelPredictive):
     """The members' mean probability of each label, at the temperature of the mixture."""
 
-    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> None:
-        found = spread.predict(two_classes(logits))
+    def __init__(self, logits: Tensor, likelihood: Likelihood, group: LocalMembers, temperature: float = 1.0) -> None:
+        found = group.predict(two_classes(logits))
         super().__init__(found.log_probs, found.uncertainty._asdict(), likelihood, temperature)
-        self.member_logits, self.spread = logits, spread
+        self.member_logits, self.group = logits, group
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL of the mixture and of the members, and uncertainties."""
         logits = self.member_logits
         parts = self.likelihood.log_prob_parts(logits, labels.expand(len(logits), *labels.shape))
-        return {**super().statistics(labels), **_member_scores(parts, self.spread)}
+        return {**super().statistics(labels), **_member_scores(parts, self.group)}
 
 
 class MemberNumbers(MemberPredictive):
     """The members' mean and the standard deviations around it."""
 
-    def __init__(self, logits: Tensor, likelihood: Normal, spread: LocalMembers) -> None:
-        super().__init__(logits, likelihood, spread)
+    def __init__(self, logits: Tensor, likelihood: Normal, group: LocalMembers) -> None:
+        super().__init__(logits, likelihood, group)
         self.noise_std = likelihood.noise_std
-        self.logits = spread.mean(widened(logits))
-        epistemic = spread.mean((widened(logits) - self.logits).square())
+        self.logits = group.mean(widened(logits))
+        epistemic = group.mean((widened(logits) - self.logits).square())
         self.parts = Deviations((epistemic + likelihood.noise_std**2).sqrt(), epistemic.sqrt())._asdict()
 
     def below(self, labels: Tensor) -> Tensor:
         """Return [B, C] the predictive probability of numbers below the labels, mean_m Phi((y - f_m) / noise_std)."""
         residual = labels.to(self.logits).reshape(self.logits.shape) - widened(self.member_logits)
-        return self.spread.mean(torch.special.ndtr(residual / self.noise_std))
+        return self.group.mean(torch.special.ndtr(residual / self.noise_std))
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL, squared errors, deviations, and the share of labels within one predictive deviation."""
@@ -245,7 +248,7 @@ _BY_MEMBERS: dict[type[Likelihood], Callable[..., Predictive]] = {
 
 
 def of_head_members(
-    logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0
+    logits: Tensor, likelihood: Likelihood, group: LocalMembers, temperature: float = 1.0
 ) -> Predictive:
     """Return the mixture of members with ``logits`` [M, ..., C] under the likelihood of a head of transformers.
 
@@ -255,7 +258,7 @@ def of_head_members(
         temperature: of the mixture; 1 for numbers.
     """
     tempered = {} if temperature == 1 else {"temperature": temperature}
-    return _BY_MEMBERS[type(likelihood)](logits, likelihood, spread, **tempered)
+    return _BY_MEMBERS[type(likelihood)](logits, likelihood, group, **tempered)
 
 
 # -- from Gaussian outputs ------------------------------------------------------------------------------------------

@@ -147,5 +147,5 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
     def read_predictions(self, inputs: dict[str, Any], read: Reader, *, keep_logits: bool = False) -> Readings:
         self.check_inputs(inputs)
         rewards = self.member_rewards(inputs)
-        found = custom_predictives.of_members(rewards, self.likelihood, self.spread, self.mixture_temperature)
+        found = custom_predictives.of_members(rewards, self.likelihood, self.member_group, self.mixture_temperature)
         return read(found, inputs["labels"]), found.logits if keep_logits else None

@@ -84,7 +84,7 @@ class MemberTokens:
     ) -> Iterator[tuple[Tensor, Predictive]]:
         """Yield (flat positions [n], the mixture there), a chunk at a time."""
         for index, logits in self.member_logits(model, states, positions):
-            yield index, MemberClasses(logits, model.likelihood, model.spread, model.mixture_temperature)
+            yield index, MemberClasses(logits, model.likelihood, model.member_group, model.mixture_temperature)
 
 
 class LinearisedTokens(MemberTokens):
@@ -120,9 +120,9 @@ class LinearisedTokens(MemberTokens):
     def open(self, model: BayesianModel) -> Iterator[None]:
         """Use the means, with tangents towards the draws, until the end of the block."""
         means = self.linearisation.gaussian_at(model.theta).means
-        spread, temperature = model.spread, model.mixture_temperature
+        group, temperature = model.member_group, model.mixture_temperature
         with tangents(means_of_draws(means, model), model.current) as theta, model.current_members.restored():
-            model.current_members.show(theta, spread, temperature)
+            model.current_members.show(theta, group, temperature)
             yield
 
     def member_logits(

@@ -60,13 +60,13 @@ def record(prediction: Prediction, logits: Tensor, tokens: Tensor) -> TokenRecor
     return TokenRecord(*prediction.uncertainty, mixture, chosen - logits.logsumexp(-1))
 
 
-def to_scores(tokens: TokenRecord, valid: Tensor, spread: LocalMembers) -> Scores:
+def to_scores(tokens: TokenRecord, valid: Tensor, group: LocalMembers) -> Scores:
     """Return the scores of tokens, arranged in rows.
 
     Args:
         tokens: the n tokens at the True places of ``valid``, row by row.
         valid: [rows, tokens] bool.
-        spread: the processes that hold the members.
+        group: the processes that hold the members.
     """
 
     def lay_out(values: Tensor, fill: float) -> Tensor:
@@ -76,7 +76,7 @@ def to_scores(tokens: TokenRecord, valid: Tensor, spread: LocalMembers) -> Score
 
     per_token = {name: lay_out(getattr(tokens, name), math.nan) for name in Scores._fields[:4]}
     per_member = lay_out(tokens.member_logprobs, 0.0).sum(-1)
-    sequence = spread.log_mean_exp(per_member)
+    sequence = group.log_mean_exp(per_member)
     tokenwise = lay_out(tokens.logprobs, 0.0).sum(-1)
     return Scores(**per_token, sequence_logprob=sequence, sequence_logprob_tokenwise=tokenwise)
 
@@ -92,8 +92,8 @@ class GenerationTrace:
         prompt_mask: the prompt's attention mask, as given to generate or inferred by it.
     """
 
-    def __init__(self, spread: LocalMembers) -> None:
-        self.spread = spread
+    def __init__(self, group: LocalMembers) -> None:
+        self.group = group
         self.steps: list[TokenRecord] = []
         self.pending: list[tuple[Prediction, Tensor]] = []
         self.lengths = torch.zeros(0, dtype=torch.long)
@@ -137,7 +137,7 @@ class GenerationTrace:
             return None
         valid = torch.arange(new_tokens.shape[1], device=ends.device) < ends[:, None]
         grid = TokenRecord(*(torch.stack(values, -1) for values in zip(*self.steps, strict=True)))
-        return to_scores(TokenRecord(*(values[..., valid] for values in grid)), valid, self.spread)
+        return to_scores(TokenRecord(*(values[..., valid] for values in grid)), valid, self.group)
 
 
 class WatchedCriteria(StoppingCriteriaList):

@@ -61,9 +61,9 @@ def read_continuations(
                 f"row {number} needs one token of context and one token to score, got {len(context)} and "
                 f"{len(continuation)}: begin the context with the tokenizer's bos or eos token"
             )
-    if model.spread.size > 1:
+    if model.member_group.size > 1:
         raise ValueError(
-            f"continuations need all members in one process, got {model.spread.size} processes: load the "
+            f"continuations need all members in one process, got {model.member_group.size} processes: load the "
             "posterior without spread_members()"
         )
     model.predictor.require_members("a continuation's score")
@@ -111,7 +111,7 @@ def _scored(
             pieces.append(record(prediction, logits, tokens))
             greedy.append(prediction.log_probs.argmax(-1) == tokens)
     tokens_of = join(pieces)
-    scores = to_scores(tokens_of, scored, model.spread)
+    scores = to_scores(tokens_of, scored, model.member_group)
     counts = scored.sum(1).tolist()
     members = tokens_of.member_logprobs.cpu().split(counts, dim=-1)
     is_greedy = [bool(part.all()) for part in torch.cat(greedy).cpu().split(counts)]

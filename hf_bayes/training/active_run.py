@@ -227,7 +227,7 @@ class ActiveRun:
 
     def show_chains(self) -> None:
         """Let evaluation and generation use the current states of the chains."""
-        self.setup.model.show(self.run.theta.detach(), self.setup.spread)
+        self.setup.model.show(self.run.theta.detach(), self.setup.member_group)
 
     def with_statistics(self, theta: Tensor) -> Tensor:
         """Return members with the statistics of their batch normalisation, from rows of the training data."""
@@ -251,7 +251,7 @@ class ActiveRun:
         finally:
             self.objective.close()
         if isinstance(found.approximation, Draws) and not passes:
-            return Finished(found.approximation, {}, self.setup.spread)
+            return Finished(found.approximation, {}, self.setup.member_group)
         parts: list[Any] = mesh.exchange(found) if by_process else [found]
         if parts[0].noise_std is not None:
             self.setup.model.likelihood = Normal(parts[0].noise_std)

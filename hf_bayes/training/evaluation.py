@@ -111,7 +111,7 @@ class Evaluator:
         """
         mesh = self._setup.mesh
         batches = [inputs]
-        if self._setup.model.spread.size > 1:
+        if self._setup.model.member_group.size > 1:
             batches = mesh.exchange(with_tensors(inputs, lambda tensor: tensor.cpu()))
         own = partial(without_labels, ignore_keys=[*(ignored or ()), *_NO_PREDICTIONS])
         results = [self._predict(host.prepare(batch), keep_logits, host, own) for batch in batches]

@@ -130,7 +130,7 @@ class Outcome:
         tell_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
         self.posterior = with_temperature(posterior, found.to_dict())
         if found.prediction == "members":
-            model.show(model.current, model.spread, found.temperature)
+            model.show(model.current, model.member_group, found.temperature)
 
     def predicting(self) -> AbstractContextManager[None]:
         """Return the context in which the trainer's model predicts as one that is loaded from the posterior."""

@@ -65,7 +65,7 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     if needs.heldout != "none" or reason_against(host, model) is None:
         HeldOutData(host).require_same(setup.mesh)
     if setup.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
-        model.show(model.theta.detach(), setup.spread)
+        model.show(model.theta.detach(), setup.member_group)
     return rows
 
 

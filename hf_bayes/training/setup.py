@@ -58,7 +58,7 @@ class Setup(NamedTuple):
     likelihood: Likelihood
 
     @property
-    def spread(self) -> LocalMembers:
+    def member_group(self) -> LocalMembers:
         """The processes that hold the members of a prediction while chains run."""
         return DistributedMembers(self.mesh.chain_group) if self.mesh.chain_size > 1 else LocalMembers()
 

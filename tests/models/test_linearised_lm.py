@@ -216,11 +216,11 @@ def test_processes_deal_their_draws_to_the_same_components() -> None:
         whole = linear_logits(bayesian.linearise(), inputs)
         # as spread_members leaves it
         bayesian.theta = nn.Parameter(theta[1:2].clone())
-        bayesian.current_members.own_spread = spread = LocalMembers()
+        bayesian.current_members.own_group = spread = LocalMembers()
         spread.rank = 1
         assert torch.allclose(linear_logits(bayesian, inputs)[0], whole[1], atol=1e-12)
         with bayesian.predictor.open(bayesian):
-            assert bayesian.spread is spread  # which asks the other processes for their sums
+            assert bayesian.member_group is spread  # which asks the other processes for their sums
         spread.rank = 0
         assert not torch.allclose(linear_logits(bayesian, inputs)[0], whole[1], atol=1e-2)
 

@@ -61,7 +61,7 @@ CALIBRATION = (
           "kept = (*(trial for trial in first if trial.name in finalists), *second)", "kept = second",
           ("training/tuning/test_tune.py::test_the_shorter_run_is_kept_if_the_longer_one_is_worse",)),
     Fault("held-out scores: a member predicts all labels of a row together", "models/predictives.py",
-          "**_member_scores(parts, self.spread)", "**_member_scores(parts.sum(-1, keepdim=True), self.spread)",
+          "**_member_scores(parts, self.group)", "**_member_scores(parts.sum(-1, keepdim=True), self.group)",
           ("objectives/test_heldout.py::test_each_of_several_labels_has_a_mixture_of_its_own",)),
     Fault("members: a live model is saved and merged without them", "members/engine.py",
           "self.weight_methods.install()", "pass",

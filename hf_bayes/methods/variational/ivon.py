@@ -69,7 +69,7 @@ class IVONState(NamedTuple):
         precision: [M, d] s of the last iterate.
         gradient: [M, d] g_bar.
         noise: [M, P, d] eps of the current draw, or of the current pairs of draws.
-        spread: [M, 2] running means of ((h - s) / s)^2 from 0 on, from single gradients and from pairs.
+        squared_changes: [M, 2] running means of ((h - s) / s)^2 from 0 on, from single gradients and from pairs.
         step: [M] int64, number of updates done.
     """
 
@@ -79,7 +79,7 @@ class IVONState(NamedTuple):
     precision: Tensor
     gradient: Tensor
     noise: Tensor
-    spread: Tensor
+    squared_changes: Tensor
     step: Tensor
 
 
@@ -129,8 +129,8 @@ class IVONConfig(GaussianVIConfig):
             precision = torch.full_like(theta, self.temperature / self.init_std**2)
             steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
             noise = draw_pairs(lambda: zero, self.num_draws)
-            spread = theta.new_zeros(len(theta), 2)
-            return IVONState(theta, self.temperature / precision, theta, precision, zero, noise, spread, steps)
+            squared_changes = theta.new_zeros(len(theta), 2)
+            return IVONState(theta, self.temperature / precision, theta, precision, zero, noise, squared_changes, steps)
 
         def locate(state: IVONState, rngs: Rngs) -> tuple[Tensor, IVONState]:
             state = state._replace(noise=draw_pairs(lambda: randn(rngs, state.theta), self.num_draws))
@@ -157,7 +157,7 @@ class IVONConfig(GaussianVIConfig):
             evaluation, problem.prior, partial(self._draw, state), num_draws=num_draws, weight=self.prior_weight
         )
         log_prior, sums_of_logs = draws.sources[0].log_prior, state.theta.new_zeros(len(state.theta), 2)
-        squares = torch.zeros_like(state.spread[:, 0])
+        squares = torch.zeros_like(state.squared_changes[:, 0])
 
         def advance(
             theta: Tensor,
@@ -187,9 +187,9 @@ class IVONConfig(GaussianVIConfig):
 
         tensors = *state[:-2], *draws.tensors
         theta, variance, mean, precision, running = in_blocks(advance, *tensors)
-        dim, spread, kind = state.theta.shape[1], state.spread.clone(), int(num_draws > 1)
-        spread[:, kind].lerp_(squares / dim, SPREAD_RATE)
-        new = IVONState(theta, variance, mean, precision, running, state.noise, spread, state.step + 1)
+        dim, squared_changes, kind = state.theta.shape[1], state.squared_changes.clone(), int(num_draws > 1)
+        squared_changes[:, kind].lerp_(squares / dim, SPREAD_RATE)
+        new = IVONState(theta, variance, mean, precision, running, state.noise, squared_changes, state.step + 1)
         sum_of_log_stds = sums_of_logs[:, 0] + 0.5 * dim * math.log(self.temperature)
         drawn_energy = -evaluation.log_lik - self.prior_weight * log_prior
         free_energy = drawn_energy - self.temperature * gaussian_entropy(sum_of_log_stds, dim)
@@ -204,12 +204,12 @@ class IVONConfig(GaussianVIConfig):
         """Return the rate of an update of ``num_draws``, divided by its mean over updates; [M, 1]."""
         period, done = self.pair_period, int(state.step[0])
         if self.num_draws > 1 or period is None:
-            return torch.ones_like(state.spread[:, :1])
+            return torch.ones_like(state.squared_changes[:, :1])
         num_pairs = -(-done // period)
         known = [1 - (1 - SPREAD_RATE) ** number for number in (done - num_pairs, num_pairs)]  # as in Adam
-        ratio = torch.ones_like(state.spread[:, :1])
+        ratio = torch.ones_like(state.squared_changes[:, :1])
         if all(known):
-            single, pair = state.spread.split(1, 1)
+            single, pair = state.squared_changes.split(1, 1)
             tiny = torch.finfo(single.dtype).tiny
             ratio = ((pair / known[1] + tiny) / (single / known[0] + tiny)).clamp(1 / period, 1)
         return (1 if num_draws > 1 else ratio) * period / (1 + (period - 1) * ratio)

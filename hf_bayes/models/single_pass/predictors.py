@@ -231,7 +231,7 @@ class SinglePassTokens:
         """Let the model compute moments until the end of the block."""
         self.mean = self.mean.to(model.theta)
         with self.single.open(), model.current_members.restored(), torch.no_grad():
-            model.current_members.show(self.mean, model.spread, model.mixture_temperature)
+            model.current_members.show(self.mean, model.member_group, model.mixture_temperature)
             yield
 
     def predict(
