@@ -18,7 +18,7 @@ from hf_bayes.models import compat, lora_layers
 from hf_bayes.models.config_fingerprint import evaluation_fields
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.storage.json_types import as_list, is_texts
-from hf_bayes.posteriors.storage.plain_values import plain
+from hf_bayes.posteriors.storage.json_values import json_value
 from hf_bayes.posteriors.tasks import SUPPORTED
 
 _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
@@ -260,7 +260,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     config = config_of_adapter(model)
     if config is None:
         return None
-    content: dict[str, Any] = plain({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
+    content: dict[str, Any] = json_value({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
     if not isinstance(config, LoraConfig):
         return content
     known = lora_config.FIELDS.keys() | lora_config.NEUTRAL | lora_config.IGNORED

@@ -21,8 +21,8 @@ from hf_bayes.distributions.approximations import GAUSSIANS
 from hf_bayes.posteriors.abstention import Abstention
 from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
 from hf_bayes.posteriors.storage.json_types import has_keys, is_line
+from hf_bayes.posteriors.storage.json_values import json_fields
 from hf_bayes.posteriors.storage.listing import shown
-from hf_bayes.posteriors.storage.plain_values import plain_fields
 from hf_bayes.posteriors.student import check_description
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
@@ -114,7 +114,7 @@ class PosteriorConfig:
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name, value in plain_fields(given, undefined_is_null=("diagnostics", "metrics")).items():
+        for name, value in json_fields(given, undefined_is_null=("diagnostics", "metrics")).items():
             object.__setattr__(self, name, value)
         self._check()
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG, MODEL_PREFIX, SAVED_MODULES
 from hf_bayes.posteriors.storage.json_types import as_list, is_texts
-from hf_bayes.posteriors.storage.plain_values import plain
+from hf_bayes.posteriors.storage.json_values import json_value
 
 FILE = ADAPTER_CONFIG
 REPEATABLE = ("pissa", "olora")
@@ -156,7 +156,7 @@ def for_inference(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if it is not a LoRA that posteriors support, naming the field.
     """
-    return {**checked(plain(values, FILE)), "inference_mode": True}
+    return {**checked(json_value(values, FILE)), "inference_mode": True}
 
 
 def check_start(start: Any, where: str = FILE) -> None:

@@ -44,7 +44,7 @@ from hf_bayes.posteriors.lora_ensemble import ensemble_of
 from hf_bayes.posteriors.model_card import CardFields, card_fields, render_card
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar, sidecars_in
 from hf_bayes.posteriors.storage import POSTERIOR, Content
-from hf_bayes.posteriors.storage.plain_values import plain
+from hf_bayes.posteriors.storage.json_values import json_value
 from hf_bayes.posteriors.student import STUDENT, check_student
 
 _NUM_GAUSSIAN_MEMBERS = 10
@@ -96,7 +96,7 @@ class Posterior:
         if self.approximation.num_stored:
             check_distinct_chains(self.approximation.rows, self.config.member_chains)
         if self.trace is not None:
-            object.__setattr__(self, "trace", plain(self.trace, TRACE, undefined_is_null=True))
+            object.__setattr__(self, "trace", json_value(self.trace, TRACE, undefined_is_null=True))
         if self.adapter_config is not None:
             config = lora_config.explicit(lora_config.for_inference(self.adapter_config), self.layout.named_shapes)
             object.__setattr__(self, "adapter_config", config)

@@ -31,7 +31,7 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.monitor import Monitor
-from hf_bayes.training.own_choices import has_choices, settled, tell_ladder, tell_step_size
+from hf_bayes.training.own_choices import has_choices, report_ladder, report_step_size, settled
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup
 from hf_bayes.uncertainty.likelihoods import Normal
@@ -194,7 +194,7 @@ class ActiveRun:
         self.monitor.observe(record)
         if has_choices(record, self.problem):
             record = record._replace(info=self.of_all_chains(record.info))
-            tell_step_size(record, self.method, self.problem, self.rows.updates_of_epoch, self.host)
+            report_step_size(record, self.method, self.problem, self.rows.updates_of_epoch, self.host)
         self.show_chains()
         self.host.empty_device_cache()
         assert record.loss is not None
@@ -258,7 +258,7 @@ class ActiveRun:
         self.method = settled(self.method, parts[0])
         names = parts[0].report
         report = {name: [value for part in parts for value in part.report[name]] for name in names}
-        tell_ladder(self.method.name, parts[0], self.host, sampled=self.run.num_sampled > 0)
+        report_ladder(self.method.name, parts[0], self.host, sampled=self.run.num_sampled > 0)
         # on the CPU, as draws are, whatever device the chains are on
         approximations = [moved(part.approximation, "cpu") for part in parts]
         whole = approximations[0] if len(parts) == 1 else joined(approximations)

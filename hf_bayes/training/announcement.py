@@ -16,7 +16,7 @@ from hf_bayes.distributions.priors import lora_prior_ratio
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.config_fingerprint import is_dropout_rate
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.own_choices import tell_trial
+from hf_bayes.training.own_choices import report_trial
 
 ROWS_COMPARED, TIMES_COMPARED = 8, 4
 """Rows, spread over the training data, and how often each is collated to see whether it changes."""
@@ -33,7 +33,7 @@ def announce(active: ActiveRun) -> None:
     """Write a description of the run to the log, and a warning if a setting changes the target distribution."""
     _announce_sizes(active)
     _announce_prior(active)
-    tell_trial(active.settings, active.host)
+    report_trial(active.settings, active.host)
     config = active.method
     if config.temperature == 0:
         what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"

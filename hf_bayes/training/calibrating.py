@@ -68,7 +68,7 @@ def require_calibration(host: TrainerHost, model: BayesianModel) -> None:
     require_enough(HeldOutData(host).count_terms(model))
 
 
-def tell_length(method: MethodConfig, found: Calibration, host: TrainerHost) -> None:
+def report_length(method: MethodConfig, found: Calibration, host: TrainerHost) -> None:
     """Log if the run is probably too short or too long: the temperature of the mixture shows it, near modes.
 
     Args:

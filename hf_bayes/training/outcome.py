@@ -22,12 +22,12 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, tell_length
+from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, report_length
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import EvaluationResult, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
-from hf_bayes.training.own_choices import tell_departure
+from hf_bayes.training.own_choices import report_departure
 from hf_bayes.training.refusals import refuse_overwritten_prior
 from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
@@ -82,7 +82,7 @@ class Outcome:
     def finish(self, active: ActiveRun, diagnosis: Diagnosis) -> None:
         """Make the posterior of a finished run, report its verdict, and let predictions use its members."""
         setup, host = active.setup, active.host
-        _tell_stop(active)
+        _report_stop(active)
         finished = active.finish()
         summary, trace = diagnosis.summary(finished.approximation)
         # an optimiser may well stay where it began, but not leave every plausible place
@@ -126,8 +126,8 @@ class Outcome:
         if found is None:
             return
         active.host.say(found.describe())
-        tell_length(active.method, found, active.host)
-        tell_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
+        report_length(active.method, found, active.host)
+        report_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
         self.posterior = with_temperature(posterior, found.to_dict())
         if found.prediction == "members":
             model.show(model.current, model.member_group, found.temperature)
@@ -285,7 +285,7 @@ class Outcome:
         return figures
 
 
-def _tell_stop(active: ActiveRun) -> None:
+def _report_stop(active: ActiveRun) -> None:
     """Say where a run was stopped before its end. For a sampler without a draw this is a warning."""
     host, run, problem = active.host, active.run, active.problem
     if run.num_updates >= problem.num_steps:

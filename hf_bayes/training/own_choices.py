@@ -55,7 +55,7 @@ def recommended_method(
     return found, rate
 
 
-def tell_trial(settings: Settings, host: TrainerHost) -> None:
+def report_trial(settings: Settings, host: TrainerHost) -> None:
     """Say which learning rate was found, by this call or by the one that it resumes, and for what."""
     if settings.found_rate is None:
         return
@@ -71,7 +71,7 @@ def settled(method: MethodConfig, result: FinalPassResult) -> MethodConfig:
     return replace(method, **result.fields) if result.fields else method
 
 
-def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost, *, sampled: bool) -> None:
+def report_ladder(name: str, result: FinalPassResult, host: TrainerHost, *, sampled: bool) -> None:
     """Say which rung of a ladder the held-out rows have chosen, and if a lower one was better later.
 
     Args:
@@ -106,7 +106,7 @@ def tell_ladder(name: str, result: FinalPassResult, host: TrainerHost, *, sample
         host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, scale)
 
 
-def tell_departure(name: str, report: Mapping[str, Any], nll: float, host: TrainerHost) -> None:
+def report_departure(name: str, report: Mapping[str, Any], nll: float, host: TrainerHost) -> None:
     """Warn if the draws predict the held-out rows much worse than their chains did when a ladder's rung was chosen.
 
     Args:
@@ -125,12 +125,12 @@ def tell_departure(name: str, report: Mapping[str, Any], nll: float, host: Train
 
 
 def has_choices(record: StepRecord[Any], problem: Problem) -> bool:
-    """Return whether ``tell_step_size`` has something to say after this update; the same in all processes."""
+    """Return whether ``report_step_size`` has something to say after this update; the same in all processes."""
     is_end = record.step == problem.num_steps and "noise_growth" in record.info
     return is_end or "gradient_variance" in record.info
 
 
-def tell_step_size(
+def report_step_size(
     record: StepRecord[Any], method: MethodConfig, problem: Problem, updates_of_epoch: float | None, host: TrainerHost
 ) -> None:
     """Log what a sampler chose after it measured the noise of its gradients, and how many draws the run can make.
@@ -143,7 +143,7 @@ def tell_step_size(
         host: writes the message.
     """
     if "noise_growth" in record.info and record.step == problem.num_steps:
-        _tell_growth(record.info, method.name, host)
+        _report_growth(record.info, method.name, host)
     if "gradient_variance" not in record.info:
         return
     name, relaxation = method.name, float(record.info["relaxation"].max())
@@ -151,7 +151,7 @@ def tell_step_size(
     epochs = "" if updates_of_epoch is None else f" ({relaxation / updates_of_epoch:.2g} epochs)"
     host.say("%s: %s", name, describe_trial(record.info))
     if method.requirements.chooses_temperature:
-        _tell_steps_of_ladder(record.info, name, left, host)
+        _report_steps_of_ladder(record.info, name, left, host)
         return
     worth = (
         f"A chain forgets its past in {relaxation:.0f} updates{epochs}; the {left} updates after burn-in are worth "
@@ -171,7 +171,7 @@ def tell_step_size(
         )  # fmt: skip
 
 
-def _tell_steps_of_ladder(info: Info, name: str, left: int, host: TrainerHost) -> None:
+def _report_steps_of_ladder(info: Info, name: str, left: int, host: TrainerHost) -> None:
     """Say how far the chains of a ladder will get. Held-out rows judge them, so a chain that stays near is no fault."""
     host.say(
         "%s: a chain forgets its past in %.0f (the hottest) to %.0f updates (the coldest), and %d updates follow "
@@ -181,7 +181,7 @@ def _tell_steps_of_ladder(info: Info, name: str, left: int, host: TrainerHost) -
     )  # fmt: skip
 
 
-def _tell_growth(info: Info, name: str, host: TrainerHost) -> None:
+def _report_growth(info: Info, name: str, host: TrainerHost) -> None:
     """Say how far noise along the way has made the steps of a finished run smaller."""
     if float(info["noise_growth"].max()) <= NOTABLE_GROWTH:
         return

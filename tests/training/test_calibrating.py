@@ -16,7 +16,7 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.metrics.calibration import Calibration
-from hf_bayes.training.calibrating import tell_length
+from hf_bayes.training.calibrating import report_length
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import tiny_bert
@@ -70,7 +70,7 @@ def test_networks_that_are_not_sure_enough_need_a_longer_run(
         num_members=4, prediction="members",
     )  # fmt: skip
     heard: list[str] = []
-    tell_length(method, found, SimpleNamespace(say=lambda message, *values: heard.append(message % values)))
+    report_length(method, found, SimpleNamespace(say=lambda message, *values: heard.append(message % values)))
     assert [says in text and f"{t:.3g}" in text for text in heard] == ([True] if says else [])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 Function = Callable[[Tensor], Tensor]
 
 
-def slope(function: Function, mean: Tensor) -> Tensor:
+def derivative(function: Function, mean: Tensor) -> Tensor:
     """Return g'(mean) of an elementwise function g, by forward-mode differentiation."""
     with torch.inference_mode(False), torch.no_grad():
         inputs = mean.detach().clone()
@@ -26,7 +26,7 @@ def elementwise(mean: Tensor, covariance: Tensor, function: Function) -> tuple[T
         covariance: [..., n, n], or its diagonal [..., n].
         function: g.
     """
-    rate = slope(function, mean)
+    rate = derivative(function, mean)
     if covariance.ndim == mean.ndim:
         return function(mean), rate.square() * covariance
     return function(mean), rate[..., :, None] * covariance * rate[..., None, :]

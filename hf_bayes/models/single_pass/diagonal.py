@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_bayes.models.single_pass import attention, norms
-from hf_bayes.models.single_pass.activations import product_variance, slope
+from hf_bayes.models.single_pass.activations import derivative, product_variance
 from hf_bayes.models.single_pass.gaussian_tensor import NoRule, gaussian_tensors_in, mean_of, name_of, spread_of
 from hf_bayes.models.single_pass.operations import (
     ACTIVATIONS,
@@ -273,7 +273,7 @@ def _reduced(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result:
 def _elementwise(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> DiagonalSpread:
     options = {name: value for name, value in kwargs.items() if name != "inplace"}
     rest = args[1:] if function not in (F.relu, F.silu) else ()  # their second argument is ``inplace``
-    rate = slope(lambda x: function(x, *rest, **options), mean_of(args[0]))
+    rate = derivative(lambda x: function(x, *rest, **options), mean_of(args[0]))
     return own.new(own.variance * rate.to(own.variance.dtype).square(), own.features)
 
 

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_bayes.members import compat
 from hf_bayes.members.stacked import StackedConv1D, StackedLinear, StackedLora
 from hf_bayes.members.stacked_module import Stacked
-from hf_bayes.models.single_pass.activations import slope
+from hf_bayes.models.single_pass.activations import derivative
 from hf_bayes.models.single_pass.diagonal import DiagonalSpread
 from hf_bayes.models.single_pass.drawn import RandomModule, linear_tangents, lora_tangents
 from hf_bayes.models.single_pass.factors import Factors, linear_factors, lora_factors
@@ -262,7 +262,7 @@ def _rms_norm_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
 
 
 def _activation_diagonal(module: Any, mean: Tensor, spread: DiagonalSpread) -> DiagonalSpread:
-    rate = slope(lambda x: type(module).forward(module, x), mean)
+    rate = derivative(lambda x: type(module).forward(module, x), mean)
     return spread.new(spread.variance * rate.to(spread.variance.dtype).square(), spread.features)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_bayes.models.single_pass.activations import slope
+from hf_bayes.models.single_pass.activations import derivative
 from hf_bayes.uncertainty.likelihoods import widened
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(7)
@@ -56,7 +56,7 @@ def element_columns(function: Callable[[Tensor], Tensor], mean: Tensor, moved: T
         along = along + weight * node * change
     wide = std > NARROW * (1 + expected.abs())
     root = (square - drift.square()).clamp_min(0).sqrt().copysign(along)
-    found = moved * torch.where(wide, root / std, slope(function, expected)).to(moved.dtype)
+    found = moved * torch.where(wide, root / std, derivative(function, expected)).to(moved.dtype)
     found[-1] = drift
     return found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_bayes.models.single_pass.activations import elementwise, product_variance, slope
+from hf_bayes.models.single_pass.activations import derivative, elementwise, product_variance
 from tests.models.single_pass.cases import covariance_matrix, normal
 
 
@@ -29,7 +29,7 @@ def test_the_diagonal_follows_the_rule_for_independent_units() -> None:
 
 def test_slope_is_the_derivative() -> None:
     x = normal(7)
-    assert (slope(torch.tanh, x) - (1 - x.tanh().square())).abs().max() < 1e-14
+    assert (derivative(torch.tanh, x) - (1 - x.tanh().square())).abs().max() < 1e-14
 
 
 def test_gate_has_the_variance_of_a_product() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_bayes.models.single_pass import second_order
-from hf_bayes.models.single_pass.activations import slope
+from hf_bayes.models.single_pass.activations import derivative
 from hf_bayes.models.single_pass.driver import SinglePass
 from hf_bayes.models.single_pass.second_order import (
     attention_columns,
@@ -55,7 +55,7 @@ def test_a_wide_tanh_does_not_have_the_slope_at_its_mean() -> None:
     variance = torch.tanh(draws(mean, columns, 10_000)).var(0).sum()
     found = element_columns(torch.tanh, mean, with_drift(columns))
     assert 0.85 < found[:-1].square().sum() / variance < 1.15  # seven nodes
-    assert (slope(torch.tanh, mean) * columns).square().sum() / variance > 3
+    assert (derivative(torch.tanh, mean) * columns).square().sum() / variance > 3
 
 
 @pytest.mark.parametrize("centred", [True, False])

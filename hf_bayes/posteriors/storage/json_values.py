@@ -17,7 +17,7 @@ _SIMPLE = frozenset({bool, int, str, type(None)})
 
 
 class _Place(NamedTuple):
-    """The place of a value within the value that ``plain`` converts.
+    """The place of a value within the value that ``json_value`` converts.
 
     Attributes:
         where: the path to the value, such as "config.a[1]".
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
         return _Place(self.where + step, self.undefined_is_null, self.depth + 1)
 
 
-def plain(value: Any, where: str, *, undefined_is_null: bool = False) -> Any:
+def json_value(value: Any, where: str, *, undefined_is_null: bool = False) -> Any:
     """Return the JSON value of a Python value: sets sorted, enums by value, tensors and numpy scalars as numbers.
 
     Args:
@@ -43,25 +43,25 @@ def plain(value: Any, where: str, *, undefined_is_null: bool = False) -> Any:
     Raises:
         ValueError: naming the entry that is not plain data, or that is nested too deep.
     """
-    return _plain(value, _Place(where, undefined_is_null))
+    return _json_value(value, _Place(where, undefined_is_null))
 
 
-def plain_fields(values: Mapping[str, Any], *, undefined_is_null: Collection[str] = ()) -> dict[str, Any]:
-    """Return name -> ``plain`` value of each field. NaN and infinities become None in the fields named last."""
-    return {name: _plain(value, _Place(name, name in undefined_is_null)) for name, value in values.items()}
+def json_fields(values: Mapping[str, Any], *, undefined_is_null: Collection[str] = ()) -> dict[str, Any]:
+    """Return name -> JSON value of each field. NaN and infinities become None in the fields named last."""
+    return {name: _json_value(value, _Place(name, name in undefined_is_null)) for name, value in values.items()}
 
 
-def _plain(value: Any, place: _Place) -> Any:
+def _json_value(value: Any, place: _Place) -> Any:
     if place.depth > MAX_DEPTH:
         raise ValueError(too_deep(place.where.partition(".")[0].partition("[")[0]))
     # Before the dispatch: an enum of texts or of integers is an instance of str or int, too.
-    return _plain(value.value, place) if isinstance(value, enum.Enum) else _converted(value, place)
+    return _json_value(value.value, place) if isinstance(value, enum.Enum) else _converted(value, place)
 
 
 @singledispatch
 def _converted(value: Any, place: _Place) -> Any:
     if hasattr(value, "tolist"):  # a tensor, an array or a numpy scalar
-        return _plain(value.tolist(), place)
+        return _json_value(value.tolist(), place)
     raise ValueError(f"{place.where} holds a {type(value).__name__}, expected numbers, texts, lists or mappings")
 
 
@@ -83,13 +83,13 @@ def _finite(value: float, place: _Place) -> float | None:
 
 @_converted.register(Mapping)
 def _object(value: Mapping[Any, Any], place: _Place) -> dict[str, Any]:
-    return {str(key): _plain(entry, place.inside(f".{key}")) for key, entry in value.items()}
+    return {str(key): _json_value(entry, place.inside(f".{key}")) for key, entry in value.items()}
 
 
 @_converted.register(set)
 @_converted.register(frozenset)
 def _sorted(value: set[Any] | frozenset[Any], place: _Place) -> list[Any]:
-    return sorted(_plain(entry, place.inside("")) for entry in value)
+    return sorted(_json_value(entry, place.inside("")) for entry in value)
 
 
 @_converted.register(list)
@@ -97,7 +97,7 @@ def _sorted(value: set[Any] | frozenset[Any], place: _Place) -> list[Any]:
 def _list(value: list[Any] | tuple[Any, ...], place: _Place) -> list[Any]:
     if set(map(type, value)) <= _SIMPLE:  # long lists are numbers or names
         return list(value)
-    return [_plain(entry, place.inside(f"[{index}]")) for index, entry in enumerate(value)]
+    return [_json_value(entry, place.inside(f"[{index}]")) for index, entry in enumerate(value)]
 
 
 @_converted.register(os.PathLike)

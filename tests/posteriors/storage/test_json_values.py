@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_bayes.posteriors.storage.plain_values import plain
+from hf_bayes.posteriors.storage.json_values import json_value
 
 
 class Colour(enum.Enum):
@@ -37,20 +37,20 @@ def test_plain_turns_what_configs_hold_into_json_values() -> None:
         "tensor": [1, 2],
         "dtype": "bfloat16",
     }
-    assert plain(value, "config") == expected
-    assert json.loads(json.dumps(plain(value, "config"))) == expected
+    assert json_value(value, "config") == expected
+    assert json.loads(json.dumps(json_value(value, "config"))) == expected
 
 
 def test_plain_names_the_entry_that_is_no_data() -> None:
     with pytest.raises(ValueError, match=r"config\.a\[1\] holds a object"):
-        plain({"a": [1, object()]}, "config")
+        json_value({"a": [1, object()]}, "config")
     with pytest.raises(ValueError, match=r"config\.a must be finite"):
-        plain({"a": float("nan")}, "config")
-    assert plain({"a": float("nan")}, "config", undefined_is_null=True) == {"a": None}
+        json_value({"a": float("nan")}, "config")
+    assert json_value({"a": float("nan")}, "config", undefined_is_null=True) == {"a": None}
 
 
 def test_values_that_are_nested_deep_are_refused_in_words() -> None:
     value: dict[str, Any] = {}
     value["a"] = [value]  # endless nesting
     with pytest.raises(ValueError, match="head nests lists and objects more than 64 deep"):
-        plain(value, "head")
+        json_value(value, "head")
