@@ -49,7 +49,7 @@ CALIBRATION = (
           "list(range(0, count, max(1, -(-count // most))))",
           ("training/test_calibrating.py::test_the_fit_takes_all_rows_that_a_tenth_of_the_run_pays",)),
     Fault("calibration: score reads the mixture without its temperature", "models/predictives.py",
-          "prediction = temper(spread.predict(logits), temperature)", "prediction = spread.predict(logits)",
+          "prediction = temper(group.predict(logits), temperature)", "prediction = group.predict(logits)",
           (f"{POSTERIOR}test_generation_draws_from_the_tempered_mixture",)),
     Fault("tuning: the lowest NLL is chosen whatever it costs", "training/tuning/choice.py",
           "return difference <= error", "return difference <= 0",
