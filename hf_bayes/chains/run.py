@@ -130,8 +130,8 @@ class Run(Generic[State]):
     def finish(self, gather: Callable[[Tensor], Tensor] | None = None) -> FinalPassResult:
         """Return what the method builds from its draws, after one more pass over the data if it makes one.
 
-        A run that was stopped before its first draw draws the last states of its chains. A method with such a pass
-        needs no update: its result then belongs to the points where the chains start.
+        Before the first draw, the states of the chains stand for draws. A method that ``fits_given_points`` needs no
+        update: its result then belongs to the points where the chains start. The run is not changed.
 
         Args:
             gather: [M, ...] of the chains of this process -> [K, ...] of the chains of all processes, for a result
@@ -140,14 +140,10 @@ class Run(Generic[State]):
             ValueError: before the first update, for any other method.
         """
         method, final_pass = self.method, self.method.final_pass
-        state = self.state
-        if state is None:
-            if not isinstance(method, Rule) or final_pass is None:
-                raise ValueError("the run has no update yet, so it has no state to finish: call update first")
-            state = method.init(self._start.clone(), self.rngs)
-        if not self.draws:
-            self.take_draw()
-        draws = self.stacked_draws()
+        state: Any = self.state
+        if state is None and not (isinstance(method, Rule) and method.fits_given_points):
+            raise ValueError("the run has no update yet, so it has no state to finish: call update first")
+        draws = self.stacked_draws() if self.draws else self.theta.detach().to(self._draws_on)[:, None]
         if final_pass is not None:
             return final_pass(state, draws if gather is None else gather(draws), self.objective.data_pass)
         with torch.no_grad():

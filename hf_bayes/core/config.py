@@ -166,7 +166,7 @@ class MethodConfig:
 def check_config(method: Any) -> None:
     """Raise a ValueError unless ``method`` is a method's config (and not, say, its name or its class)."""
     if not isinstance(method, MethodConfig):
-        raise ValueError(f"method must be a config such as hf_bayes.METHODS[NAME](...), got {method!r:.100}")
+        raise ValueError(f"method must be a config, an instance of a class in hf_bayes.METHODS, got {method!r:.100}")
 
 
 def check_schedules(method: MethodConfig, given: str | None = None) -> None:

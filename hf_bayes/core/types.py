@@ -276,6 +276,7 @@ class Rule(NamedTuple, Generic[State]):
         restart: (state, chains [M]) -> state with some of the chains back where they began to sample, if the method
             knows where that was.
         estimates: state -> True if the next update only estimates something, and leaves theta as it is.
+        fits_given_points: ``final_pass`` reads the draws alone, so that a run needs no update.
     """
 
     init: Callable[[Tensor, Rngs], State]
@@ -288,6 +289,7 @@ class Rule(NamedTuple, Generic[State]):
     rescale: Callable[[State, float], State] = scale_momentum
     restart: Callable[[State, Tensor], State] = no_restart
     estimates: Callable[[State], bool] = no_estimate
+    fits_given_points: bool = False
 
     @property
     def is_exact(self) -> bool:

@@ -46,7 +46,7 @@ class HostMethods(PreTrainedModel):
 
     def place(self, theta: Tensor) -> None:
         """Make a copy of ``theta`` [M, d] the model's own members. Nothing else writes the parameter ``theta``."""
-        self.theta.data = theta.detach().to(self.theta.device).clone()
+        self.theta.data, self.theta.grad = theta.detach().to(self.theta.device, copy=True), None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Change dtype or device as torch does, but never narrow members: bfloat16 would round their noise away."""

@@ -130,9 +130,10 @@ def _require_rows(method: MethodConfig, data: DataAccess | None) -> None:
         return
     kind = "rows" if needs.heldout == "none" else "rows and held-out rows"
     if data is None or (needs.heldout != "none" and data.heldout is None):
+        given = "no data=" if data is None else "data= without held-out rows"
         raise ValueError(
-            f"{method.name} passes over {kind} by number after its updates, and data={data!r:.40} has none: give "
-            "data=, a DataAccess (hf_bayes.objectives.data_access)"
+            f"{method.name} passes over {kind} by number, got {given}: give a DataAccess to them "
+            "(hf_bayes.objectives.data_access)"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import SchedulerType
+from transformers import SchedulerType, get_scheduler
 
 from hf_bayes.methods.registry import rate_factor
 from hf_bayes.training.active_run import ActiveRun
@@ -22,6 +22,16 @@ class LearningRate(torch.optim.Optimizer):
 
     def step(self, closure: Callable[..., Any] | None = None) -> None:  # type: ignore[override]
         """Do nothing: the update is over when Trainer calls this."""
+
+
+def check_schedule(active: ActiveRun) -> None:
+    """Make the schedule of a run once, for a learning rate of its own, so that a bad one is refused before the run."""
+    args, num_steps = active.host.args, active.problem.num_steps
+    rate = LearningRate(active.setup.model.theta, active.problem.learning_rate)
+    warmup = args.get_warmup_steps(num_steps)
+    own: Any = args.lr_scheduler_kwargs  # Trainer has parsed a text by now
+    make = partial(get_scheduler, args.lr_scheduler_type, rate, warmup, num_steps, own)
+    schedule(active, rate, make, num_steps)
 
 
 def schedule(active: ActiveRun, optimizer: torch.optim.Optimizer, of_trainer: Callable[[], Any], num_steps: int) -> Any:

@@ -83,6 +83,8 @@ class Outcome:
         """Make the posterior of a finished run, report its verdict, and let predictions use its members."""
         setup, host = active.setup, active.host
         _report_stop(active)
+        if not active.run.draws:
+            active.run.take_draw()
         finished = active.finish()
         summary, trace = diagnosis.summary(finished.approximation)
         # an optimiser may well stay where it began, but not leave every plausible place

@@ -126,7 +126,6 @@ def refuse_batch_statistics(host: TrainerHost, model: BayesianModel, method: Met
     if not model.members.batch_norms:
         return
     needs, args = method.requirements, host.args
-    of_draws = names_with(lambda other: not other.ends_in_gaussian)
     reasons = [
         words
         for wrong, words in (
@@ -137,7 +136,7 @@ def refuse_batch_statistics(host: TrainerHost, model: BayesianModel, method: Met
             (
                 needs.ends_in_gaussian,
                 f"{method.name} results in a distribution, or compares predictions during the run, and only finished "
-                f"draws have statistics: use a method of draws ({of_draws}) with one temperature",
+                f"draws have statistics: use a method of draws ({_methods_of_draws()}) with one temperature",
             ),
             (
                 needs.learning_rate == "whitening" and args.learning_rate is None,
@@ -241,3 +240,9 @@ def _refuse_unequal(found: Sequence[Mapping[str, Any]], dataset: str, consequenc
                     f"process {rank} has another {dataset} than process 0 ({name}: got {rows[name]}, expected "
                     f"{found[0][name]}){consequence}"
                 )
+
+
+def _methods_of_draws() -> str:
+    """Return the names of methods of draws that find their step size without the curvature."""
+    finds = ("range_test", "from_length")
+    return names_with(lambda needs: not needs.ends_in_gaussian and needs.learning_rate in finds)

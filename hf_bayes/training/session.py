@@ -18,7 +18,7 @@ from hf_bayes.training.checkpoints import required_newest, settings_of
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.heldout_rows import HeldOutData
-from hf_bayes.training.learning_rate import LearningRate
+from hf_bayes.training.learning_rate import LearningRate, check_schedule
 from hf_bayes.training.preferences import PairRows
 from hf_bayes.training.refusals import refuse_batch_statistics, require_all_chains
 from hf_bayes.training.resuming import RunCheckpoints
@@ -105,6 +105,7 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
         shorten_lines(host.callback_handler)
         announce(active)
         rows.refuse_mixed_documents()
+        check_schedule(active)
         # Trainer would make one more update
         ends = checkpoint is not None and num_updates >= active.problem.num_steps
         end = checkpoints.load_end(checkpoint) if checkpoint is not None and ends else None

@@ -148,11 +148,14 @@ def given_back_on_error(model: BayesianModel) -> Iterator[None]:
 def _state_of(model: BayesianModel) -> dict[str, Any]:
     """Return the members and the way of prediction of a Bayesian model, all that a trainer changes in it."""
     found = {name: getattr(model, name) for name in _CHANGED if hasattr(model, name)}
-    return {**found, "theta": model.theta.data, "current_members": copy.copy(model.current_members)}
+    by_batch = model.members.context.batch_statistics
+    shown = copy.copy(model.current_members)
+    return {**found, "theta": model.theta.data, "current_members": shown, "batch_statistics": by_batch}
 
 
 def _given_back(model: BayesianModel, state: dict[str, Any]) -> None:
     """Give a Bayesian model the state of ``_state_of`` back, on the device where the model is now."""
     model.place(state["theta"])
-    for name in state.keys() - {"theta"}:
+    model.members.context.batch_statistics = state["batch_statistics"]
+    for name in state.keys() - {"theta", "batch_statistics"}:
         setattr(model, name, state[name])

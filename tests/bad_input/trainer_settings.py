@@ -42,7 +42,7 @@ TRAINER_SETTINGS = [
         "trainer",
         "a method's name",
         lambda out: custom_trainer(out, method="sghmc"),
-        ("hf_bayes.METHODS[NAME](...), got 'sghmc'",),
+        ("an instance of a class in hf_bayes.METHODS, got 'sghmc'",),
     ),
     Refused(
         "trainer",

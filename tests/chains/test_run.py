@@ -187,3 +187,39 @@ def test_a_kernel_has_no_learning_rate() -> None:
     run = normal_run(HMCConfig(num_chains=CHAINS))
     assert isinstance(run.method, Kernel)
     assert run.update([None], 0.01).learning_rate is None
+
+
+def test_a_result_before_the_first_draw_changes_nothing() -> None:
+    run, other = normal_run(SGHMCConfig()), normal_run(SGHMCConfig())
+    run.update([None], 0.01)
+    other.update([None], 0.01)
+    early = run.finish().approximation
+    assert torch.equal(early.theta.flatten(0, -2), run.theta)
+    assert run.draws == []
+    for _ in range(4):
+        run.update([None], 0.01)
+        other.update([None], 0.01)
+    assert torch.equal(run.finish().approximation.theta, other.finish().approximation.theta)
+
+
+def test_draws_have_the_numbers_of_their_chains_in_all_processes() -> None:
+    run = normal_run(SGHMCConfig())
+    run.chains = range(3, 3 + CHAINS)
+    run.update([None], 0.01)
+    found = run.finish(lambda value: torch.cat([value, value])).approximation
+    assert found.chain.tolist() == list(range(3, 3 + CHAINS))
+
+
+def test_a_gaussian_is_made_of_the_states_of_all_chains() -> None:
+    run = normal_run(MeanFieldConfig())
+    run.update([None], 0.01)
+    alone = run.finish().approximation
+    both = run.finish(lambda value: torch.cat([value, value])).approximation
+    assert len(alone.means) == CHAINS
+    assert torch.equal(both.means, torch.cat([alone.means, alone.means]))
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(), HMCConfig(), MAPConfig()], ids=lambda method: method.name)
+def test_a_run_without_an_update_has_no_result(method: Any) -> None:
+    with pytest.raises(ValueError, match="the run has no update yet"):
+        normal_run(method).finish()

@@ -87,8 +87,8 @@ def test_exact_kernels_refuse_batches(method: MethodConfig) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "sgld"}, r"method must be a config such as hf_bayes\.METHODS\[NAME\]\(...\), got 'sgld'"),
-        ({"method": SGLDConfig}, r"method must be a config such as hf_bayes\.METHODS\[NAME\]\(...\), got <class"),
+        ({"method": "sgld"}, r"method must be a config, an instance of a class in hf_bayes\.METHODS, got 'sgld'"),
+        ({"method": SGLDConfig}, r"method must be a config, an instance of a class in hf_bayes\.METHODS, got <class"),
         ({"method": SGLDConfig(prior_std=2.0)}, r"sample adds no prior, but sgld sets prior_std=2.0: put -log p"),
         ({"method": SGLDConfig(prior_std={".*": 1.0})}, r"sample adds no prior, but sgld sets prior_std={'"),
         ({"method": SGLDConfig(prior_scale=2.0)}, r"sample adds no prior, but sgld sets prior_scale=2.0"),

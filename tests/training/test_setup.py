@@ -94,3 +94,27 @@ def test_a_refused_second_run_leaves_the_first_as_it_was(tmp_path, method):
     assert trainer.bayesian.likelihood is likelihood
     assert trainer.posterior is posterior
     assert trainer.evaluate()["eval_loss"] == before
+
+
+def test_a_refused_schedule_leaves_the_posterior_of_the_run_before(tmp_path):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
+    trainer.train()
+    posterior, active = trainer.posterior, trainer.active
+    trainer.args.lr_scheduler_type, trainer.args.lr_scheduler_kwargs = "cosine", {"nonsense": 1}
+    with pytest.raises(ValueError, match=r"lr_scheduler_kwargs=.*nonsense.* do not fit"):
+        trainer.train()
+    assert trainer.posterior is posterior
+    assert trainer.active is active
+
+
+def test_a_refused_run_leaves_the_statistics_of_batch_norms(tmp_path, monkeypatch):
+    from hf_bayes.training import session
+
+    def refuse(active):
+        raise ValueError("refused")
+
+    monkeypatch.setattr(session, "announce", refuse)
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
+    with pytest.raises(ValueError, match="refused"):
+        trainer.train()
+    assert not trainer.bayesian.members.context.batch_statistics

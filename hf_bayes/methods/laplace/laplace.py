@@ -216,7 +216,7 @@ class LaplaceConfig(MethodConfig):
         def final_pass(state: MAPState, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
             return self.final_pass(draws[:, -1], data_pass, problem)
 
-        return Rule(begin, locate_at_theta, update, finish, final_pass)
+        return Rule(begin, locate_at_theta, update, finish, final_pass, fits_given_points=True)
 
     def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
         """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""

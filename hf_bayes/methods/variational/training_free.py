@@ -85,7 +85,7 @@ class TrainingFreeConfig(MAPConfig):
         def final_pass(state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
             return self.final_pass(draws[:, -1], data_pass, problem)
 
-        return rule._replace(final_pass=final_pass)
+        return rule._replace(final_pass=final_pass, fits_given_points=True)
 
     def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
         """Return the Gaussians around the rows of ``theta`` [M, d], and a report.
