@@ -96,7 +96,7 @@ def test_a_refused_second_run_leaves_the_first_as_it_was(tmp_path, method):
     assert trainer.evaluate()["eval_loss"] == before
 
 
-def test_a_refused_schedule_leaves_the_posterior_of_the_run_before(tmp_path):
+def test_a_refused_schedule_keeps_the_posterior_before_it(tmp_path):
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
     trainer.train()
     posterior, active = trainer.posterior, trainer.active
