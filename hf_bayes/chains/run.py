@@ -130,14 +130,14 @@ class Run(Generic[State]):
     def finish(self, gather: Callable[[Tensor], Tensor] | None = None) -> FinalPassResult:
         """Return what the method builds from its draws, after one more pass over the data if it makes one.
 
-        Before the first draw, the states of the chains stand for draws. A method that ``fits_given_points`` needs no
-        update: its result then belongs to the points where the chains start. The run is not changed.
+        Before the first draw, the result is made of the states of the chains. If the method ``fits_given_points``, the
+        run needs no update, and the result belongs to the points where the chains start. The run is not changed.
 
         Args:
             gather: [M, ...] of the chains of this process -> [K, ...] of the chains of all processes, for a result
                 that stands for all of them. None: the result is that of the chains of this process.
         Raises:
-            ValueError: before the first update, for any other method.
+            ValueError: before the first update, unless the method ``fits_given_points``.
         """
         method, final_pass = self.method, self.method.final_pass
         state: Any = self.state

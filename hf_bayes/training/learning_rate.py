@@ -25,11 +25,11 @@ class LearningRate(torch.optim.Optimizer):
 
 
 def check_schedule(active: ActiveRun) -> None:
-    """Make the schedule of a run once, for a learning rate of its own, so that a bad one is refused before the run."""
+    """Make the schedule once for a throw-away learning rate, so that a wrong one is refused before the first update."""
     args, num_steps = active.host.args, active.problem.num_steps
     rate = LearningRate(active.setup.model.theta, active.problem.learning_rate)
     warmup = args.get_warmup_steps(num_steps)
-    own: Any = args.lr_scheduler_kwargs  # Trainer has parsed a text by now
+    own: Any = args.lr_scheduler_kwargs  # TrainingArguments has made a dict of a text
     make = partial(get_scheduler, args.lr_scheduler_type, rate, warmup, num_steps, own)
     schedule(active, rate, make, num_steps)
 

@@ -93,7 +93,8 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     Args:
         resume: a checkpoint; True takes the newest one that is complete; None and False begin a new run.
     Raises:
-        ValueError: for rows or a checkpoint that the run cannot be made of, or a model that mixes packed documents.
+        ValueError: if a run cannot be made of these rows or this checkpoint, if the model mixes packed documents, or if
+            the learning-rate schedule is not possible.
     """
     rows = _rows_to_train_on(host, setup, rows)
     checkpoint, found_rate = _resumed_checkpoint(host, resume)

@@ -136,7 +136,7 @@ def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) 
 
 @contextmanager
 def given_back_on_error(model: BayesianModel) -> Iterator[None]:
-    """Give a Bayesian model its members and its way of prediction back if the block raises."""
+    """If the block raises, give a Bayesian model the members and the way of prediction that it had before."""
     state = _state_of(model)
     try:
         yield
