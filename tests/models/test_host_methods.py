@@ -19,3 +19,16 @@ def test_members_stay_wide_when_the_model_is_narrowed() -> None:
     model = attach(with_lora(tiny_llama())).to(torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert model.theta.dtype == torch.float32
+
+
+def test_other_members_do_not_keep_the_gradient_of_the_old_ones() -> None:
+    model = attach(with_lora(tiny_llama()), num_members=3)
+    given = model.theta.detach()[:2] + 1
+    model.theta.grad = torch.ones_like(model.theta)
+    model.place(given)
+    assert model.theta.grad is None
+    assert torch.equal(model.theta, given)
+    given.zero_()
+    assert bool((model.theta != 0).any())  # a copy
+    model.theta.square().sum().backward()
+    assert model.theta.grad.shape == model.theta.shape
