@@ -28,7 +28,7 @@ from hf_bayes import attach
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, Diagonal, DiagonalBlock, Kronecker, KroneckerBlock
-from hf_bayes.models.linearised import gaussian_outputs
+from hf_bayes.models.linearised.outputs import gaussian_outputs
 
 NAME = "linearised_classifier"
 DOCUMENT = ROOT / "docs" / "laplace.md"

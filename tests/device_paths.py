@@ -41,7 +41,7 @@ from hf_bayes.distributions.covariance import moved
 from hf_bayes.distributions.covariance.base import check_orthonormal
 from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
 from hf_bayes.training.announcement import _time_one_micro_batch
-from hf_bayes.training.data_fingerprint import fingerprint_rows
+from hf_bayes.training.data.fingerprint import fingerprint_rows
 from hf_bayes.uncertainty.decomposition import predict
 from tests import (
     device_methods,  # noqa: F401  its paths enter the register

@@ -10,12 +10,12 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from hf_bayes.models.attaching import MODELS
-from hf_bayes.models.generation_refusals import _REFUSED, refuse_unsupported
-from hf_bayes.models.recognition import mappings
+from hf_bayes.models.language.generation_refusals import _REFUSED, refuse_unsupported
+from hf_bayes.models.loading.recognition import mappings
 from hf_bayes.posteriors.tasks import TASKS
 from tests.members import subjects, test_quantised
 from tests.models import test_image_text
-from tests.models import test_token_uncertainty as test_generation
+from tests.models.language import test_token_uncertainty as test_generation
 
 PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
 HEADS = {

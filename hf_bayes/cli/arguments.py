@@ -24,7 +24,7 @@ from hf_bayes.cli.row_places import Splits
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import grouped
 from hf_bayes.methods.registry import from_dict
-from hf_bayes.models.checkpoint_weights import Loaded, is_in_base, load_pretrained, warn_of_unused_weights
+from hf_bayes.models.loading.checkpoint_weights import Loaded, is_in_base, load_pretrained, warn_of_unused_weights
 
 SUBSPACE_HELP = (
     "Random weights: trainable, last_layer, last_block, all, a pattern. Only trainable has a LoRA by default."

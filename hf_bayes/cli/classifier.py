@@ -13,7 +13,7 @@ from hf_bayes.cli.padding import Padding, padding_collator
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.scripts import ModelAndData
 from hf_bayes.core.layout import select
-from hf_bayes.models.lora_layers import plain_name
+from hf_bayes.models.loading.lora_layers import plain_name
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
 

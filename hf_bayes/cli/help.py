@@ -100,7 +100,7 @@ def _groups(command: Command, *, everything: bool) -> Iterator[tuple[str, list[E
         if len(own) == len(entries):
             yield getattr(kind, "_argument_group_name", "arguments"), own
             continue
-        from hf_bayes.training.refused_arguments import REFUSED  # it imports torch and transformers
+        from hf_bayes.training.checks.arguments import REFUSED  # it imports torch and transformers
 
         others = [entry for entry in entries if entry not in own and entry[0].name not in REFUSED]
         if everything:

@@ -10,8 +10,8 @@ from transformers import DataCollatorForSeq2Seq
 from hf_bayes.cli.arguments import TRAINABLE, DataArguments, ModelArguments
 from hf_bayes.cli.scripts import ModelAndData
 from hf_bayes.cli.token_windows import token_windows, window_length
-from hf_bayes.models.base_model import core_of
 from hf_bayes.models.input_check import context_of
+from hf_bayes.models.loading.base_model import core_of
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
 

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from hf_bayes.cli.data import texts_in
 from hf_bayes.cli.padding import give_padding
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.models.loading import load_tokenizer
+from hf_bayes.models.loading.posterior import load_tokenizer
 from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors.posterior import Posterior
 

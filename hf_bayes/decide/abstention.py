@@ -14,7 +14,7 @@ from hf_bayes.decide.threshold import fit_threshold
 from hf_bayes.fit.finished_models import check_rows, labelled_batches
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.loading import read
+from hf_bayes.models.loading.posterior import read
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.posterior import Posterior

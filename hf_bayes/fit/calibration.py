@@ -9,7 +9,7 @@ from typing import Any
 from hf_bayes.fit.finished_models import check_rows, labelled_batches
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.calibrating import calibration_of
-from hf_bayes.models.loading import read
+from hf_bayes.models.loading.posterior import read
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 

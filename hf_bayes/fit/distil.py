@@ -25,8 +25,8 @@ from hf_bayes.fit.distil_targets import MAX_TERMS, InputReader, Reader, Targets,
 from hf_bayes.fit.distil_training import kl, train
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.loading import read
-from hf_bayes.models.student_network import network_of
+from hf_bayes.models.loading.posterior import read
+from hf_bayes.models.loading.student_network import network_of
 from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import NETWORKS

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.output_layer import OutputLayer, find_output_layer
+from hf_bayes.models.prediction.output_layer import OutputLayer, find_output_layer
 from hf_bayes.models.predictors import Predictive
 
 MAX_CLASSES = 256

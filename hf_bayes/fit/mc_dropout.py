@@ -12,7 +12,7 @@ from hf_bayes.core.rng import require_seed, seed_of
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.methods.registry import from_dict
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
-from hf_bayes.models.base_model import config_of_adapter
+from hf_bayes.models.loading.base_model import config_of_adapter
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.posteriors.posterior import Posterior
 

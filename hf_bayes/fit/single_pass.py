@@ -22,7 +22,7 @@ from scipy.optimize import least_squares, minimize_scalar
 
 from hf_bayes.fit.finished_models import check_rows, labelled_batches
 from hf_bayes.models.attaching import MODELS
-from hf_bayes.models.loading import read
+from hf_bayes.models.loading.posterior import read
 from hf_bayes.objectives.likelihood_terms import all_ignored
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_layer_factors, without_fits

@@ -9,7 +9,6 @@ from hf_bayes.core.layout import initial, select
 from hf_bayes.members.stacked import refuse_attached
 from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import (
     BayesianClassifier,
@@ -18,8 +17,9 @@ from hf_bayes.models.classification import (
 )
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
+from hf_bayes.models.loading.base_model import core_of, refuse_foreign
+from hf_bayes.models.loading.recognition import task_of
 from hf_bayes.models.preferences import BayesianModelForPreferences
-from hf_bayes.models.recognition import task_of
 from hf_bayes.models.refusals import refuse_likelihood
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.posteriors.posterior import require_members

@@ -21,11 +21,11 @@ from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.quantised import guard
-from hf_bayes.models.base_model import core_of, num_labels_of, refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of, stored_temperature
 from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
-from hf_bayes.models.loading import loaded
+from hf_bayes.models.loading.base_model import core_of, num_labels_of, refuse_foreign
+from hf_bayes.models.loading.posterior import loaded
 from hf_bayes.models.predictors import MemberLogLik, Predictor, Reader, Readings
 from hf_bayes.models.refusals import refuse_distilled, refuse_likelihood, refuse_theta
 from hf_bayes.models.restoration import Restoration

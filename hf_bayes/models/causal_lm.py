@@ -15,16 +15,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score
-from hf_bayes.models.distilled import DistilledTokens
-from hf_bayes.models.generation_refusals import refuse
+from hf_bayes.models.language.causal_members import CausalMembers, HiddenStates
+from hf_bayes.models.language.generation_refusals import refuse
+from hf_bayes.models.language.token_uncertainty import Scores
+from hf_bayes.models.prediction.distilled import DistilledTokens
+from hf_bayes.models.prediction.tokens import MemberTokens, TokenPredictor, token_predictor
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Predictive, Reader, Readings
 from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
 from hf_bayes.models.single_pass.predictors import SinglePassTokens
-from hf_bayes.models.token_predictors import MemberTokens, TokenPredictor, token_predictor
-from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Categorical, next_tokens, refuse_labels
 

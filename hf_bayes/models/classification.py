@@ -13,8 +13,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.distilled import DistilledPredictor
-from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor, MemberPredictor, member_outputs
+from hf_bayes.models.prediction.distilled import DistilledPredictor
+from hf_bayes.models.prediction.inputs import InputPredictor, LinearisedPredictor, MemberPredictor, member_outputs
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
 from hf_bayes.models.single_pass.backward import input_predictor

@@ -12,12 +12,10 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from hf_bayes.members.cache import reorder_cache, require_rows
 from hf_bayes.members.member_sums import LocalMembers
-from hf_bayes.models.causal_members import CausalMembers
-from hf_bayes.models.generation_refusals import refuse_unsupported
 from hf_bayes.models.input_check import SHORTEN, InputCheck, require_ids
-from hf_bayes.models.predictors import Predictive
-from hf_bayes.models.token_predictors import TokenPredictor
-from hf_bayes.models.token_uncertainty import (
+from hf_bayes.models.language.causal_members import CausalMembers
+from hf_bayes.models.language.generation_refusals import refuse_unsupported
+from hf_bayes.models.language.token_uncertainty import (
     GenerationTrace,
     Scores,
     TraceStreamer,
@@ -26,6 +24,8 @@ from hf_bayes.models.token_uncertainty import (
     record,
     to_scores,
 )
+from hf_bayes.models.prediction.tokens import TokenPredictor
+from hf_bayes.models.predictors import Predictive
 
 
 class ModelOfText(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.models.loading import loaded
+from hf_bayes.models.loading.posterior import loaded
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.directory import member_files
 from hf_bayes.posteriors.posterior import Posterior

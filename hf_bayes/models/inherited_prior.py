@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import require_density
-from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.loading import check_tokenizer, read
+from hf_bayes.models.loading import base_model
+from hf_bayes.models.loading.posterior import check_tokenizer, read
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.custom.weighted import Weighted, without_weights

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.evaluation_mode import evaluating
-from hf_bayes.models import custom_predictives
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.prediction_mode import predicts
+from hf_bayes.models.predictives import custom as custom_predictives
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
 from hf_bayes.models.text_pairs import GroupCheck, flattened, holds_groups
 from hf_bayes.uncertainty.custom.direct_preferences import DirectPreferences

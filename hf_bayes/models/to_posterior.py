@@ -8,8 +8,8 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Approximation
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.priors import prior_stds
-from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.loading import base_model
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars

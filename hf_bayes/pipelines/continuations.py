@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.language.token_uncertainty import Scores, TokenRecord, join, record, to_scores
 from hf_bayes.models.prediction_mode import predicts
-from hf_bayes.models.token_uncertainty import Scores, TokenRecord, join, record, to_scores
 from hf_bayes.pipelines.prompts import answer_start
 
 Row = tuple[Sequence[int], Sequence[int]]

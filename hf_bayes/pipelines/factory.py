@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.loading import (
+from hf_bayes.models.loading.posterior import (
     check_tokenizer,
     load_feature_extractor,
     load_image_processor,

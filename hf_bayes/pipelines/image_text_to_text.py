@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import ImageTextToTextPipeline
 
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
-from hf_bayes.models.token_uncertainty import Scores
+from hf_bayes.models.language.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import Record, scored
 from hf_bayes.posteriors.storage.json_types import as_list

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_bayes.models.token_uncertainty import TokenRecord, TraceStreamer
+from hf_bayes.models.language.token_uncertainty import TokenRecord, TraceStreamer
 
 Record = dict[str, Any]
 

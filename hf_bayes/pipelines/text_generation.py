@@ -33,7 +33,7 @@ from hf_bayes.decide.abstention import rule_for
 from hf_bayes.decide.answers import answer_uncertainty
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.compat import batch_size_of
-from hf_bayes.models.token_uncertainty import Scores
+from hf_bayes.models.language.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.prompts import answer_start, prompts_of
 from hf_bayes.pipelines.records import Record, UncertaintyStreamer, scored

@@ -29,10 +29,10 @@ from hf_bayes.objectives.starting import start_run
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost
-from hf_bayes.training.heldout_rows import HeldOutData
-from hf_bayes.training.monitor import Monitor
-from hf_bayes.training.own_choices import has_choices, report_ladder, report_step_size, settled
-from hf_bayes.training.rows import TrainingRows
+from hf_bayes.training.data.heldout_rows import HeldOutData
+from hf_bayes.training.data.rows import TrainingRows
+from hf_bayes.training.reports.monitor import Monitor
+from hf_bayes.training.reports.own_choices import has_choices, report_ladder, report_step_size, settled
 from hf_bayes.training.setup import Setup
 from hf_bayes.uncertainty.likelihoods import Normal
 

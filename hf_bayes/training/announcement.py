@@ -14,9 +14,9 @@ from hf_bayes.core.layout import grouped
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.distributions.priors import lora_prior_ratio
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.config_fingerprint import is_dropout_rate
+from hf_bayes.models.loading.config_fingerprint import is_dropout_rate
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.own_choices import report_trial
+from hf_bayes.training.reports.own_choices import report_trial
 
 ROWS_COMPARED, TIMES_COMPARED = 8, 4
 """Rows, spread over the training data, and how often each is collated to see whether it changes."""

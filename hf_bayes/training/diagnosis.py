@@ -16,8 +16,8 @@ from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_in
 from hf_bayes.diagnostics.verdict import MAX_UNMOVED, Diagnostics
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.probe_convergence import ProbeConvergence
+from hf_bayes.training.reports.trace import logged_convergence, logged_of_chains, rounded, thinned
 from hf_bayes.training.resuming import RunCheckpoints
-from hf_bayes.training.trace import logged_convergence, logged_of_chains, rounded, thinned
 
 _AS_FOUND = (
     "prior_loss_ratio", "kinetic_temperature", "kinetic_temperature_informed", "kinetic_share", "kinetic_inside",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.preferences import BayesianModelForPreferences
-from hf_bayes.training.preferences import as_trl_batch, pairs_of
+from hf_bayes.training.data.preferences import as_trl_batch, pairs_of
 
 PARAMETERS = ("ref_model",)
 """Parameters of DPOTrainer's ``__init__`` that we set."""

@@ -23,12 +23,12 @@ from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, report_length
+from hf_bayes.training.checks.rows import refuse_overwritten_prior
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import EvaluationResult, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
-from hf_bayes.training.own_choices import report_departure
-from hf_bayes.training.refusals import refuse_overwritten_prior
+from hf_bayes.training.reports.own_choices import report_departure
 from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.base_model import core_of, refuse_foreign
-from hf_bayes.models.checkpoint_weights import load_pretrained, warn_of_random_weights, warn_of_unused_weights
-from hf_bayes.models.recognition import task_of
+from hf_bayes.models.loading.base_model import core_of, refuse_foreign
+from hf_bayes.models.loading.checkpoint_weights import load_pretrained, warn_of_random_weights, warn_of_unused_weights
+from hf_bayes.models.loading.recognition import task_of
 from hf_bayes.models.restoration import GradientFlags, unwrapped
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.tasks import TASKS

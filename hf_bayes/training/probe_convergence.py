@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_bayes.diagnostics.convergence import ess, rhat
 from hf_bayes.objectives.probe import ProbeValues
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.trace import rounded, thinned
+from hf_bayes.training.reports.trace import rounded, thinned
 
 
 class ProbeConvergence:

@@ -17,8 +17,8 @@ from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.training import checkpoints, run_identity
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.compat import TrainerHost
-from hf_bayes.training.heldout_rows import HeldOutData
-from hf_bayes.training.rows import TrainingRows
+from hf_bayes.training.data.heldout_rows import HeldOutData
+from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.setup import Setup
 
 

@@ -42,10 +42,10 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.core.layout import modules_of
 from hf_bayes.core.number_checks import is_number
-from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.loading import base_model
 from hf_bayes.training.compat import BATCH_NORM, DROPOUT
-from hf_bayes.training.data_fingerprint import DIGITS
+from hf_bayes.training.data.fingerprint import DIGITS
 
 _NO_FUNCTION = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",  # names

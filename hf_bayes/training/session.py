@@ -15,16 +15,16 @@ from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
 from hf_bayes.training.calibrating import reason_against, require_calibration
 from hf_bayes.training.checkpoints import required_newest, settings_of
+from hf_bayes.training.checks.rows import refuse_batch_statistics, require_all_chains
 from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.data.heldout_rows import HeldOutData
+from hf_bayes.training.data.preferences import PairRows
+from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.diagnosis import Diagnosis
-from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.learning_rate import LearningRate, check_schedule
-from hf_bayes.training.preferences import PairRows
-from hf_bayes.training.refusals import refuse_batch_statistics, require_all_chains
+from hf_bayes.training.reports.step_lines import shorten_lines
 from hf_bayes.training.resuming import RunCheckpoints
-from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup, given_back_on_error
-from hf_bayes.training.step_lines import shorten_lines
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 
 Part = TypeVar("Part")

@@ -16,18 +16,18 @@ from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.base_model import warn_of_resized_base
 from hf_bayes.models.inherited_prior import Inherited, inherit
+from hf_bayes.models.loading.base_model import warn_of_resized_base
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.models.refusals import refuse_other_likelihood
 from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.host_trainers import config_kept
-from hf_bayes.training.memory_check import require_memory
-from hf_bayes.training.own_choices import recommended_method
+from hf_bayes.training.checks.arguments import refuse_arguments
+from hf_bayes.training.checks.host_trainers import config_kept
+from hf_bayes.training.checks.memory import require_memory
+from hf_bayes.training.checks.rows import refuse_other_priors, refuse_other_weights, refuse_overwritten_prior
 from hf_bayes.training.prepared_model import prepared, unit_of
-from hf_bayes.training.refusals import refuse_other_priors, refuse_other_weights, refuse_overwritten_prior
-from hf_bayes.training.refused_arguments import refuse_arguments
+from hf_bayes.training.reports.own_choices import recommended_method
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.likelihoods import Likelihood

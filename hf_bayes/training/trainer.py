@@ -24,16 +24,16 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.checks.arguments import refuse_accelerator, refuse_types
+from hf_bayes.training.checks.host_trainers import likelihood_for, refuse_foreign_methods, refuse_order
 from hf_bayes.training.compat import TrainerHost, without_data_parallel
+from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.dpo_compat import reference_given
 from hf_bayes.training.evaluation import Step
-from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_methods, refuse_order
 from hf_bayes.training.learning_rate import schedule
-from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
 from hf_bayes.training.private_hooks import PrivateHooks
-from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_types
-from hf_bayes.training.rows import TrainingRows
+from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig

@@ -31,8 +31,8 @@ from hf_bayes.cli.evaluation.windows import windows_of
 from hf_bayes.fit.distil_report import rank_correlation
 from hf_bayes.metrics import ood_auroc
 from hf_bayes.models.attaching import MODELS
-from hf_bayes.models.loading import load_tokenizer
-from hf_bayes.models.student_network import network_of
+from hf_bayes.models.loading.posterior import load_tokenizer
+from hf_bayes.models.loading.student_network import network_of
 from scripts.reproduce.encoder_table_bench import encoder
 from scripts.reproduce.report import continued, table
 

@@ -12,7 +12,7 @@ from hf_bayes import Posterior
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Diagonal
 from hf_bayes.models.attaching import MODELS
-from hf_bayes.models.linearised import gaussian_outputs
+from hf_bayes.models.linearised.outputs import gaussian_outputs
 from scripts.reproduce.report import table
 from scripts.reproduce.single_pass_subjects import Subject, without_labels
 

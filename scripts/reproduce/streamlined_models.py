@@ -15,7 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from hf_bayes import LaplaceConfig, MeanFieldConfig, attach, fit_laplace, sample
 from hf_bayes.core.rng import generator
 from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.models.linearised import gaussian_outputs
+from hf_bayes.models.linearised.outputs import gaussian_outputs
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor
 from hf_bayes.uncertainty.gaussian_links import LINKS, log_density
 

@@ -9,7 +9,7 @@ import pytest
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.help import COMMON, OWN, help_text
 from hf_bayes.cli.main import COMMANDS
-from hf_bayes.training.refused_arguments import REFUSED
+from hf_bayes.training.checks.arguments import REFUSED
 
 
 def command_of(name: str) -> Command:

@@ -187,7 +187,7 @@ def main(base: str, size: str) -> None:
 
     from hf_bayes.models.causal_lm import BayesianModelForCausalLM
     from hf_bayes.posteriors.posterior import Posterior
-    from tests.models.test_lora_layers import saved
+    from tests.models.loading.test_lora_layers import saved
     from tests.tiny_models import tiny_llama, with_lora
 
     torch.set_num_threads(1)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.models import causal_members
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.language import causal_members
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
 from tests.faults.posteriors import draws, equal

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.models.loading import load_tokenizer
+from hf_bayes.models.loading.posterior import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.trainer import BayesianTrainer

@@ -16,7 +16,7 @@ from hf_bayes import LaplaceConfig, MAPConfig, SGHMCConfig, sample
 from hf_bayes.core.types import HeldOut
 from hf_bayes.methods import ladder
 from hf_bayes.methods.registry import from_dict
-from hf_bayes.training.refusals import require_all_chains
+from hf_bayes.training.checks.rows import require_all_chains
 from tests import runs
 from tests.methods.ladder_runs import CHOICE, LADDER, STEPS, WARM, Watch, config, trainer
 from tests.tiny_models import tiny_bert

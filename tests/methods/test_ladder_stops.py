@@ -32,7 +32,7 @@ def test_a_choice_before_a_stop_is_told_but_no_draws_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
-    monkeypatch.setattr("hf_bayes.training.own_choices.MAX_DEPARTURE", 0.0)
+    monkeypatch.setattr("hf_bayes.training.reports.own_choices.MAX_DEPARTURE", 0.0)
     for step, sampled in ((CHOICE + 1, False), (STEPS - 1, True)):
         caplog.clear()
         run = trainer(tmp_path, config())

@@ -10,7 +10,7 @@ from transformers import StoppingCriteria
 
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.token_uncertainty import GenerationTrace, TokenRecord, record, to_scores
+from hf_bayes.models.language.token_uncertainty import GenerationTrace, TokenRecord, record, to_scores
 from hf_bayes.uncertainty.decomposition import Prediction, predict
 from tests.members.reference import entropies, separate_logits
 from tests.models.prepared import TOLERANCE as ROUNDING

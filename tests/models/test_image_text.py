@@ -74,7 +74,7 @@ def test_the_image_matters_and_scores_are_those_of_generation() -> None:
 def test_slices_of_rows_take_their_images_along(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = bayesian("qwen2_vl"), illustrated("qwen2_vl", dtype=torch.float64)
     whole = model.score(**inputs)
-    monkeypatch.setattr("hf_bayes.models.causal_members.HIDDEN_BYTES", 0)
+    monkeypatch.setattr("hf_bayes.models.language.causal_members.HIDDEN_BYTES", 0)
     monkeypatch.setattr(model.predictor, "tensors_per_state", 10**9, raising=False)
     assert len(list(model.row_slices(inputs))) == 3
     torch.testing.assert_close(model.score(**inputs), whole, rtol=0, atol=1e-10)

@@ -11,7 +11,7 @@ import torch
 
 from hf_bayes import BayesianModelForSequenceClassification, LaplaceConfig, attach, fit_laplace
 from hf_bayes.core.layout import initial, select
-from hf_bayes.models.linearised import gaussian_outputs
+from hf_bayes.models.linearised.outputs import gaussian_outputs
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from tests import tiny_models as models
 from tests.models.linear_cases import lora_bert

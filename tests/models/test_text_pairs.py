@@ -15,7 +15,7 @@ from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, dense
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.input_check import InputCheck
-from hf_bayes.models.linearised import gaussian_outputs
+from hf_bayes.models.linearised.outputs import gaussian_outputs
 from hf_bayes.models.text_pairs import GroupCheck, flattened, grouped, holds_groups
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
 from tests.models.linear_cases import random_covariance

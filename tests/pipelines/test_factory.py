@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoTokenizer, TextGenerationPipeline
 
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.base_model import fingerprint_tokenizer
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.loading.base_model import fingerprint_tokenizer
 from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from tests import tiny_models as models

@@ -21,7 +21,7 @@ from hf_bayes.fit.laplace import fit_laplace
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
-from hf_bayes.models.loading import load_image_processor, load_tokenizer
+from hf_bayes.models.loading.posterior import load_image_processor, load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import MAX_BYTES, Sidecars, is_sidecar, sidecars_in
 from tests.faults.posteriors import draws

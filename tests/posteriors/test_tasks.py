@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from hf_bayes.models.attaching import MODELS
-from hf_bayes.models.recognition import mappings
+from hf_bayes.models.loading.recognition import mappings
 from hf_bayes.posteriors.tasks import TASKS
 
 

@@ -18,7 +18,7 @@ from hf_bayes.cli.padding import give_padding
 from hf_bayes.fit.training_free import fit_training_free, load_adapter, read_adapter
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.input_check import context_of
-from hf_bayes.models.loading import load_tokenizer
+from hf_bayes.models.loading.posterior import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.storage import check_writable
 

@@ -31,8 +31,8 @@ from hf_bayes.cli.token_windows import window_length
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_json
 from hf_bayes.core.layout import select
-from hf_bayes.models.base_model import describe
 from hf_bayes.models.input_check import context_of
+from hf_bayes.models.loading.base_model import describe
 from hf_bayes.posteriors.storage import check_folder
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checkpoints import WORDS, newest_complete

@@ -42,7 +42,7 @@ from hf_bayes.metrics import evaluation_results
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_check import context_of
-from hf_bayes.models.loading import load_tokenizer
+from hf_bayes.models.loading.posterior import load_tokenizer
 from hf_bayes.posteriors.card_results import POSTERIOR
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.storage import check_folder

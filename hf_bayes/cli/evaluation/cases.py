@@ -17,7 +17,7 @@ from hf_bayes.cli.evaluation.numbers import NUMBER_CASE, OWN_NUMBER_CASE
 from hf_bayes.cli.evaluation.windows import WINDOW_CASE
 from hf_bayes.cli.evaluation.words import WORD_CASE
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.base_model import describe_head
+from hf_bayes.models.loading.base_model import describe_head
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.base import CustomLikelihood

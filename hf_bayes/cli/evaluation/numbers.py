@@ -14,7 +14,7 @@ from hf_bayes.cli.evaluation.case import TEST, Case, Target, nll_of
 from hf_bayes.cli.evaluation.texts import TextArguments, collate_texts, text_sets
 from hf_bayes.cli.model_labels import numbers_of
 from hf_bayes.metrics.figures import NUMBERS, OWN_NUMBERS
-from hf_bayes.models.predictives import GaussianNumbers, MemberNumbers
+from hf_bayes.models.predictives.built_in import GaussianNumbers, MemberNumbers
 from hf_bayes.models.predictors import Predictive
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.distributions.covariance import Diagonal, Kronecker
 from hf_bayes.members.module_hooks import LayerHooks
-from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.base_model import num_labels_of
-from hf_bayes.models.input_predictors import member_outputs
-from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, moved_to, owner_of, spread_along
+from hf_bayes.models.linearised.outputs import Directions, Outputs, gaussian_outputs, moved_to, owner_of, spread_along
+from hf_bayes.models.loading.base_model import num_labels_of
+from hf_bayes.models.prediction.inputs import member_outputs
+from hf_bayes.models.predictives import custom as custom_predictives
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of

@@ -13,10 +13,10 @@ from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.methods.registry import names_with
-from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.causal_members import CausalMembers, HiddenStates
-from hf_bayes.models.input_predictors import member_outputs
+from hf_bayes.models.language.causal_members import CausalMembers, HiddenStates
+from hf_bayes.models.prediction.inputs import member_outputs
+from hf_bayes.models.predictives import custom as custom_predictives
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING_OF_WORDS, rank_for
 from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules

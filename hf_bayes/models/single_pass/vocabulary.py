@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_bayes.models.predictives import ClassPredictive
+from hf_bayes.models.predictives.built_in import ClassPredictive
 from hf_bayes.uncertainty.decomposition import Prediction, Uncertainty
 from hf_bayes.uncertainty.likelihoods import Likelihood
 from hf_bayes.uncertainty.mixture_temperature import temper

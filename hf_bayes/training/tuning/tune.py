@@ -16,7 +16,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.data_fingerprint import undisturbed
+from hf_bayes.training.data.fingerprint import undisturbed
 from hf_bayes.training.repeated_runs import prepared_run, require_repeatable
 from hf_bayes.training.tuning import chance
 from hf_bayes.training.tuning.candidates import Candidate, default_candidates

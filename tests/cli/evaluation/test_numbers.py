@@ -12,7 +12,7 @@ from hf_bayes.cli.evaluation.numbers import NUMBER_CASE, OWN_NUMBER_CASE, scored
 from hf_bayes.metrics.evaluation import evaluation_results
 from hf_bayes.metrics.figures import OWN_NUMBERS
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.custom_predictives import of_gaussian
+from hf_bayes.models.predictives.custom import of_gaussian
 from hf_bayes.uncertainty.custom.poisson import Poisson
 from hf_bayes.uncertainty.likelihoods import Normal
 from tests.cli.evaluated import NUM_ROWS, SENTENCES, found_by, inputs_of, members_of, write_rows

@@ -19,7 +19,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
-from hf_bayes.training.refusals import require_batches
+from hf_bayes.training.checks.rows import require_batches
 from tests import runs
 from tests.methods.sgmcmc.laws import LEARNING_RATE, N, variance_error
 

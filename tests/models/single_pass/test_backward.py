@@ -11,7 +11,7 @@ from hf_bayes import attach
 from hf_bayes.core.layout import initial, select
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, Diagonal
-from hf_bayes.models.linearised import gaussian_outputs
+from hf_bayes.models.linearised.outputs import gaussian_outputs
 from hf_bayes.models.single_pass.backward import BackwardPredictor, leading_directions
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic

@@ -1,0 +1,1 @@
+"""Models that are linearised in their random parameters: means and covariances of their outputs."""

@@ -1,0 +1,1 @@
+"""Load a posterior: find and check its base model, build its adapter, and name what does not fit."""

@@ -1,0 +1,1 @@
+"""The predictors of classifiers, regressions and language models, and distilled students."""

@@ -1,0 +1,1 @@
+"""Posterior predictive distributions, of the likelihoods that are built in and of a user's own."""

@@ -1,0 +1,1 @@
+"""What is refused before the first update: arguments, rows, trainers with another loss, and too little memory."""

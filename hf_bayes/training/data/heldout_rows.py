@@ -1,0 +1,62 @@
+"""The held-out rows on which a method fits: the trainer's eval_dataset, or the one named "heldout" of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.members.mesh import ChainMesh
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.likelihood_terms import count_terms_of
+from hf_bayes.posteriors.tasks import TASKS
+from hf_bayes.training.checks.rows import refuse_other_heldout_rows, require_heldout
+from hf_bayes.training.compat import TrainerHost, heldout_name
+from hf_bayes.training.data.fingerprint import describe_rows
+
+
+class HeldOutData:
+    """Held-out rows, in batches of an evaluation."""
+
+    def __init__(self, host: TrainerHost) -> None:
+        self._host = host
+
+    @property
+    def rows(self) -> Any:
+        """The data set."""
+        name = heldout_name(self._host.eval_dataset)
+        assert name is not None  # the callers have refused several sets without this name
+        return self._host.eval_sets[name]
+
+    def check(self, model: BayesianModel, method: MethodConfig) -> None:
+        """Check that the rows can be counted and have labels, before anything runs."""
+        require_heldout(self._host.eval_dataset, method, unit=TASKS[model.task].unit)
+        self.count_terms(model, both_halves=method.requirements.heldout == "split")
+
+    def require_same(self, mesh: ChainMesh) -> None:
+        """Check that all processes have these rows."""
+        if mesh.num_processes > 1:
+            refuse_other_heldout_rows(mesh.share(self.describe()))
+
+    def count_terms(self, model: BayesianModel, *, both_halves: bool = False) -> int:
+        """Return the number of likelihood terms.
+
+        Args:
+            both_halves: True if each half of the rows needs terms.
+        """
+        dataset, collate = self._host.without_unused(self.rows, "evaluation")
+        return count_terms_of(model, dataset, collate, name="eval_dataset", both_halves=both_halves).total
+
+    def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield these rows, in this order, in batches."""
+        dataset, collate = self._host.without_unused(self.rows, "evaluation")
+        size = self._host.args.per_device_eval_batch_size
+        for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
+            yield self._host.prepare(batch)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the identity of these rows for a checkpoint."""
+        dataset, collate = self._host.without_unused(self.rows, "evaluation")
+        return {"num_rows": len(dataset), **describe_rows(dataset, collate, seed=self._host.args.seed)}

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_bayes.core.layout import Layout, select
+from hf_bayes.models.loading.base_model import (
+    adapter_config,
+    describe,
+    describe_head,
+    differences,
+    fingerprint_tokenizer,
+    head_differences,
+    head_settings,
+    warn_of_resized_base,
+)
+from tests.members.reference import core_of
+from tests.tiny_models import TEXTS, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
+
+
+def described(model: nn.Module, subspace: str = "trainable", tokenizer: Any = None) -> dict[str, Any]:
+    return describe(model, core_of(model), select(model, subspace), tokenizer)
+
+
+# -- fingerprints ----------------------------------------------------------------------------------------------------
+
+
+# -- which model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_base_that_was_resized_in_memory_is_warned_of(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_resized_base(base, base)
+        warn_of_resized_base(tiny_llama(), tiny_llama())  # of no folder
+    base.resize_token_embeddings(base.config.vocab_size + 1)
+    adapted = with_lora(base)
+    with pytest.warns(UserWarning, match=rf"base model has \d+ tokens, and '{tmp_path}/base' has \d+: it was resized"):
+        warn_of_resized_base(adapted, core_of(adapted))
+
+
+def test_a_model_is_described_by_name_dtype_and_fingerprints() -> None:
+    found = described(tiny_llama(dtype=torch.bfloat16), "last_block", tiny_tokenizer())
+    assert (found["dtype"], found["revision"], found["name_or_path"]) == ("bfloat16", None, "")
+    assert all(len(value) == 64 for value in found["fingerprint"].values())
+    json.dumps(found)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
+def test_adapters_leave_the_fingerprint_of_their_base(make: Callable[..., PreTrainedModel]) -> None:
+    base = make()
+    plain = describe(base, base, Layout((), ()))["fingerprint"]
+    assert [described(with_lora(make(), seed=seed))["fingerprint"] for seed in (0, 1)] == [plain, plain]
+
+
+def test_the_fingerprint_covers_frozen_values_only() -> None:
+    model = tiny_llama()
+    before = described(model, "last_layer")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert differences(before, described(model, "last_layer")) == []
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    (problem,) = differences(before, described(model, "last_layer"))
+    assert problem.startswith("other weights (weights fingerprint ")
+
+
+def test_a_fresh_saved_head_is_nobodys() -> None:
+    first, second = (with_lora(tiny_bert(), modules_to_save=["classifier"]) for _ in range(2))
+    core_of(second).classifier.original_module.weight.data.mul_(2)
+    assert differences(described(first), described(second)) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: tiny_llama(seed=1), ["other weights"]),
+        (lambda: tiny_llama(num_hidden_layers=3), ["other weights", "another architecture or configuration"]),
+        (lambda: tiny_llama(vocab_size=321), ["other weights", "another architecture or configuration"]),
+        (
+            lambda: tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 5.0}),
+            ["another architecture or conf"],
+        ),
+        (lambda: tiny_llama(dtype=torch.bfloat16), ["dtype bfloat16 where", "other weights"]),
+        (lambda: tiny_llama(pad_token_id=3, attn_implementation="eager"), []),
+    ],
+    ids=["weights", "layers", "vocabulary", "rope", "dtype", "settings of a run"],
+)
+def test_differences_say_what_is_another(other: Callable[[], nn.Module], words: list[str]) -> None:
+    problems = differences(described(tiny_llama(), "last_block"), described(other(), "last_block"))
+    assert len(problems) == len(words), problems
+    assert all(problem.startswith(word) for problem, word in zip(problems, words, strict=True))
+
+
+def test_another_tokenizer_differs_and_padding_does_not() -> None:
+    tokenizer = tiny_tokenizer()
+    same, other = tiny_tokenizer(padding_side="left"), tiny_tokenizer(texts=[text.upper() for text in TEXTS])
+    same(["a", "bc"], padding=True, truncation=True, max_length=4)
+    assert fingerprint_tokenizer(same) == fingerprint_tokenizer(tokenizer)
+    model = tiny_llama()
+    (problem,) = differences(described(model, ".", tokenizer), described(model, ".", other))
+    assert problem.startswith("another tokenizer (tokenizer fingerprint ")
+    assert differences(described(model, "."), described(model, ".", other)) == []  # none was recorded
+
+
+# -- heads and adapters ---------------------------------------------------------------------------------------------
+
+
+def test_the_settings_of_a_head_survive_a_round_trip() -> None:
+    model = tiny_bert(num_labels=2, problem_type="single_label_classification", id2label={0: "no", 1: "yes"})
+    head = describe_head(model, None)
+    assert head == {"problem_type": "single_label_classification", "pad_token_id": 0, "labels": ["no", "yes"]}
+    assert head_settings(json.loads(json.dumps(head)))["id2label"] == {0: "no", 1: "yes"}
+    assert describe_head(tiny_bert(num_labels=1), 0.5)["noise_std"] == 0.5
+    assert "labels" not in describe_head(tiny_llama(), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"problem_type": "multi_label_classification"}, "'multi_label_classification', expected 'single_label"),
+        ({"id2label": {0: "yes", 1: "no"}}, "['yes', 'no'], expected ['no', 'yes']"),
+        ({"pad_token_id": None}, "pad_token_id None, expected 0"),
+    ],
+)
+def test_a_config_that_reads_outputs_in_another_way_is_told(change: dict[str, Any], words: str) -> None:
+    model = tiny_bert(num_labels=2, id2label={0: "no", 1: "yes"})
+    head = describe_head(model, None)
+    assert head_differences(head, model.config) == []
+    assert head_differences({**head, "problem_type": "single_label_classification"}, model.config) == []
+    assert head_differences(head, tiny_bert(num_labels=2).config) == []  # its labels have no names
+    assert head_differences(describe_head(tiny_bert(num_labels=2), None), model.config) == []
+    assert head_differences(describe_head(tiny_bert(num_labels=3), None), model.config) != []
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    (problem,) = head_differences(head, model.config)
+    assert words in problem
+
+
+def test_adapter_config_is_what_peft_would_write_by_full_names(tmp_path: Path) -> None:
+    model = with_lora(tiny_llama(), use_rslora=True)
+    model.save_pretrained(tmp_path)
+    expected = json.loads((tmp_path / "adapter_config.json").read_text())
+    layers = [f"model.layers.{i}." for i in range(2)]
+    names = sorted(
+        layer + name for layer in layers for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    )
+    inert = ("auto_mapping", "megatron_core", "qalora_group_size", "eva_config")  # peft's defaults, and nothing else
+    kept = {key: value for key, value in expected.items() if key not in inert}
+    assert adapter_config(model) == {**kept, "target_modules": names}
+    assert model.peft_config["default"].inference_mode is False
+    assert isinstance(model.peft_config["default"], LoraConfig)
+    assert adapter_config(tiny_llama()) is None
