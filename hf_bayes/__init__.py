@@ -29,7 +29,17 @@ from hf_bayes.pipelines.registration import register_when_loaded
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from hf_bayes import metrics
     from hf_bayes.chains.sampling import sample
+    from hf_bayes.cli.scripts import end_process_group
+    from hf_bayes.decide.abstention import fit_abstention, with_abstention
+    from hf_bayes.decide.acquisition import acquire
+    from hf_bayes.decide.answers import answer_uncertainty, p_true
+    from hf_bayes.decide.equivalence import entails_both_ways, similar_embeddings
+    from hf_bayes.decide.prediction_sets import fit_prediction_sets
+    from hf_bayes.decide.rewards import RewardModel
+    from hf_bayes.decide.semantic_entropy import answers_of_members, semantic_entropy
+    from hf_bayes.decide.threshold import fit_threshold
     from hf_bayes.fit.calibration import fit_calibration
     from hf_bayes.fit.distil import distil
     from hf_bayes.fit.function_curvature import curvature_of_function, outputs_of, row_gradients_of_function
@@ -52,7 +62,7 @@ if TYPE_CHECKING:
     from hf_bayes.methods.mcmc.hmc import HMCConfig
     from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
     from hf_bayes.methods.mcmc.penalty import PenaltyConfig
-    from hf_bayes.methods.registry import METHODS
+    from hf_bayes.methods.registry import METHODS, rate_factor
     from hf_bayes.methods.sgmcmc.agps import AGPSConfig
     from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
     from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -72,14 +82,23 @@ if TYPE_CHECKING:
     from hf_bayes.models.classification import BayesianModelForSequenceClassification
     from hf_bayes.models.image_classification import BayesianModelForImageClassification
     from hf_bayes.models.image_text import BayesianModelForImageTextToText
+    from hf_bayes.models.single_pass.sequential import sequential_outputs
+    from hf_bayes.models.statistics import with_statistics
+    from hf_bayes.models.to_posterior import to_posterior
     from hf_bayes.models.token_classification import BayesianModelForTokenClassification
+    from hf_bayes.objectives.data_access import DataAccess
+    from hf_bayes.objectives.starting import scale_of, start_run
     from hf_bayes.pipelines.factory import pipeline
+    from hf_bayes.pipelines.polygraph import polygraph_stats
     from hf_bayes.pipelines.records import UncertaintyStreamer
     from hf_bayes.pipelines.rendering import print_record, to_html, to_terminal
+    from hf_bayes.pipelines.uqlm import logprobs_results, member_logprobs_results
     from hf_bayes.posteriors.hub import push_directory
     from hf_bayes.posteriors.posterior import Posterior
+    from hf_bayes.posteriors.sidecars import Sidecars
     from hf_bayes.training.arguments import BayesianTrainingArguments
     from hf_bayes.training.cross_fitting import cross_fit_calibration
+    from hf_bayes.training.reports.monitor import Monitor
     from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
     from hf_bayes.training.tuning.tune import tune
     from hf_bayes.uncertainty.custom.base import ClassLogProbs, CustomLikelihood, Moments
@@ -92,9 +111,10 @@ if TYPE_CHECKING:
     from hf_bayes.uncertainty.custom.registry import register_likelihood
     from hf_bayes.uncertainty.custom.weighted import Weighted
     from hf_bayes.uncertainty.decomposition import decompose, mixture
+    from hf_bayes.uncertainty.gaussian_links import LINKS
+    from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Normal
 
 _MODULES = {
-    "METHODS": "methods.registry",
     "AGPSConfig": "methods.sgmcmc.agps",
     "BAOABConfig": "methods.sgmcmc.baoab",
     "BLoBConfig": "methods.variational.blob",
@@ -107,31 +127,37 @@ _MODULES = {
     "BayesianTrainer": "training.trainer",
     "BayesianTrainerMixin": "training.trainer",
     "BayesianTrainingArguments": "training.arguments",
+    "Bernoulli": "uncertainty.likelihoods",
     "BradleyTerry": "uncertainty.custom.bradley_terry",
-    "DirectPreferences": "uncertainty.custom.direct_preferences",
+    "Categorical": "uncertainty.likelihoods",
     "ClassLogProbs": "uncertainty.custom.base",
-    "Heteroscedastic": "uncertainty.custom.heteroscedastic",
-    "MixtureDensity": "uncertainty.custom.mixture_density",
-    "Moments": "uncertainty.custom.base",
-    "Ordinal": "uncertainty.custom.ordinal",
     "CustomLikelihood": "uncertainty.custom.base",
-    "Poisson": "uncertainty.custom.poisson",
-    "Weighted": "uncertainty.custom.weighted",
-    "register_likelihood": "uncertainty.custom.registry",
+    "DataAccess": "objectives.data_access",
+    "DirectPreferences": "uncertainty.custom.direct_preferences",
+    "EKFConfig": "methods.variational.ekf",
     "EnsembleConfig": "methods.averaging.ensemble",
+    "FullRankVIConfig": "methods.variational.full_rank_vi",
     "GPSConfig": "methods.mcmc.gps",
     "HMCConfig": "methods.mcmc.hmc",
+    "Heteroscedastic": "uncertainty.custom.heteroscedastic",
     "IVONConfig": "methods.variational.ivon",
+    "LINKS": "uncertainty.gaussian_links",
     "LaplaceConfig": "methods.laplace.laplace",
+    "LowRankVIConfig": "methods.variational.low_rank_vi",
     "MAPConfig": "methods.averaging.map",
     "MCDropoutConfig": "methods.averaging.mc_dropout",
-    "EKFConfig": "methods.variational.ekf",
-    "FullRankVIConfig": "methods.variational.full_rank_vi",
-    "LowRankVIConfig": "methods.variational.low_rank_vi",
+    "METHODS": "methods.registry",
     "MeanFieldConfig": "methods.variational.mean_field",
     "MetropolisConfig": "methods.mcmc.metropolis",
+    "MixtureDensity": "uncertainty.custom.mixture_density",
+    "Moments": "uncertainty.custom.base",
+    "Monitor": "training.reports.monitor",
+    "Normal": "uncertainty.likelihoods",
+    "Ordinal": "uncertainty.custom.ordinal",
     "PenaltyConfig": "methods.mcmc.penalty",
+    "Poisson": "uncertainty.custom.poisson",
     "Posterior": "posteriors.posterior",
+    "RewardModel": "decide.rewards",
     "SGDMCConfig": "methods.averaging.sgd_mc",
     "SGHMCConfig": "methods.sgmcmc.sghmc",
     "SGHMCEulerConfig": "methods.sgmcmc.sghmc_euler",
@@ -139,38 +165,63 @@ _MODULES = {
     "SGNHTConfig": "methods.sgmcmc.sgnht",
     "SWAConfig": "methods.averaging.swa",
     "SWAGConfig": "methods.averaging.swag",
+    "Sidecars": "posteriors.sidecars",
     "SnapshotConfig": "methods.averaging.snapshot",
     "TrainingFreeConfig": "methods.variational.training_free",
     "UncertaintyStreamer": "pipelines.records",
+    "Weighted": "uncertainty.custom.weighted",
+    "acquire": "decide.acquisition",
+    "answer_uncertainty": "decide.answers",
+    "answers_of_members": "decide.semantic_entropy",
     "attach": "models.attaching",
     "cross_fit_calibration": "training.cross_fitting",
     "curvature_of_function": "fit.function_curvature",
     "curvature_of_model": "fit.model_curvature",
     "decompose": "uncertainty.decomposition",
     "distil": "fit.distil",
+    "end_process_group": "cli.scripts",
+    "entails_both_ways": "decide.equivalence",
+    "fit_abstention": "decide.abstention",
     "fit_calibration": "fit.calibration",
-    "fit_layer_factors": "fit.single_pass",
-    "fit_variance_factor": "fit.single_pass",
     "fit_laplace": "fit.laplace",
+    "fit_layer_factors": "fit.single_pass",
     "fit_mc_dropout": "fit.mc_dropout",
+    "fit_prediction_sets": "decide.prediction_sets",
     "fit_swag": "fit.swag",
+    "fit_threshold": "decide.threshold",
     "fit_training_free": "fit.training_free",
+    "fit_variance_factor": "fit.single_pass",
+    "logprobs_results": "pipelines.uqlm",
+    "member_logprobs_results": "pipelines.uqlm",
     "mixture": "uncertainty.decomposition",
     "outputs_of": "fit.function_curvature",
+    "p_true": "decide.answers",
     "pipeline": "pipelines.factory",
+    "polygraph_stats": "pipelines.polygraph",
     "print_record": "pipelines.rendering",
     "prior_predictive": "fit.prior_predictive",
     "push_directory": "posteriors.hub",
+    "rate_factor": "methods.registry",
+    "register_likelihood": "uncertainty.custom.registry",
     "row_gradients_of_function": "fit.function_curvature",
     "row_gradients_of_model": "fit.model_curvature",
     "sample": "chains.sampling",
+    "scale_of": "objectives.starting",
+    "semantic_entropy": "decide.semantic_entropy",
+    "sequential_outputs": "models.single_pass.sequential",
+    "similar_embeddings": "decide.equivalence",
+    "start_run": "objectives.starting",
     "to_html": "pipelines.rendering",
+    "to_posterior": "models.to_posterior",
     "to_terminal": "pipelines.rendering",
     "tune": "training.tuning.tune",
+    "with_abstention": "decide.abstention",
+    "with_statistics": "models.statistics",
 }
 """Public name -> module. A module is imported when its name is first used: the mathematics needs no transformers."""
 
 __all__ = [
+    "LINKS",
     "METHODS",
     "AGPSConfig",
     "BAOABConfig",
@@ -184,9 +235,12 @@ __all__ = [
     "BayesianTrainer",
     "BayesianTrainerMixin",
     "BayesianTrainingArguments",
+    "Bernoulli",
     "BradleyTerry",
+    "Categorical",
     "ClassLogProbs",
     "CustomLikelihood",
+    "DataAccess",
     "DirectPreferences",
     "EKFConfig",
     "EnsembleConfig",
@@ -203,10 +257,13 @@ __all__ = [
     "MetropolisConfig",
     "MixtureDensity",
     "Moments",
+    "Monitor",
+    "Normal",
     "Ordinal",
     "PenaltyConfig",
     "Poisson",
     "Posterior",
+    "RewardModel",
     "SGDMCConfig",
     "SGHMCConfig",
     "SGHMCEulerConfig",
@@ -214,40 +271,65 @@ __all__ = [
     "SGNHTConfig",
     "SWAConfig",
     "SWAGConfig",
+    "Sidecars",
     "SnapshotConfig",
     "TrainingFreeConfig",
     "UncertaintyStreamer",
     "Weighted",
+    "acquire",
+    "answer_uncertainty",
+    "answers_of_members",
     "attach",
     "cross_fit_calibration",
     "curvature_of_function",
     "curvature_of_model",
     "decompose",
     "distil",
+    "end_process_group",
+    "entails_both_ways",
+    "fit_abstention",
     "fit_calibration",
     "fit_laplace",
     "fit_layer_factors",
     "fit_mc_dropout",
+    "fit_prediction_sets",
     "fit_swag",
+    "fit_threshold",
     "fit_training_free",
     "fit_variance_factor",
+    "logprobs_results",
+    "member_logprobs_results",
+    "metrics",
     "mixture",
     "outputs_of",
+    "p_true",
     "pipeline",
+    "polygraph_stats",
     "print_record",
     "prior_predictive",
     "push_directory",
+    "rate_factor",
     "register_likelihood",
     "row_gradients_of_function",
     "row_gradients_of_model",
     "sample",
+    "scale_of",
+    "semantic_entropy",
+    "sequential_outputs",
+    "similar_embeddings",
+    "start_run",
     "to_html",
+    "to_posterior",
     "to_terminal",
     "tune",
+    "with_abstention",
+    "with_statistics",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "metrics":  # the one subpackage among the public names
+        return importlib.import_module("hf_bayes.metrics")
     if name not in _MODULES:
         raise AttributeError(f"module 'hf_bayes' has no attribute {name!r}")
     return getattr(importlib.import_module(f"hf_bayes.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Train a small model and posteriors over it in six minutes on two cores, without a network: from text to uncertainty.
+"""Train a small model and posteriors over it in about five minutes on two cores, without a network.
 
     python scripts/quickstart.py
 

@@ -51,6 +51,26 @@ def saved_base(model: PreTrainedModel) -> PreTrainedModel:
     return type(model).from_pretrained(Path("base").absolute())
 
 
+def the_hub_of_the_readme() -> Namespace:
+    """Folders with the names of the model and the data that the README takes from the Hub: both libraries look there.
+
+    As on the Hub, the weights are in bfloat16, the tokenizer has no token for padding, and some rows are headings.
+    """
+    model, data = Path("HuggingFaceTB/SmolLM2-135M"), Path("Salesforce/wikitext")
+    tiny_llama(dtype=torch.bfloat16, tie_word_embeddings=True, num_hidden_layers=1).save_pretrained(model)
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(model)
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    text = " ".join(" ".join(page.read_text("utf-8") for page in pages).split())
+    rows = [{"text": part} for at in range(0, 300 * 480, 300) for part in (" = Heading = ", text[at : at + 300])]
+    Dataset.from_list(rows).to_parquet(data / "wikitext-2-raw-v1" / "train-00000-of-00001.parquet")
+    files = "[{split: train, path: wikitext-2-raw-v1/train-*}]"
+    card = f"---\nconfigs:\n- config_name: wikitext-2-raw-v1\n  data_files: {files}\n---\n"
+    (data / "README.md").write_text(card, "utf-8")
+    return {}
+
+
 def a_run() -> Namespace:
     rows = Dataset.from_list(token_rows())
     model = with_lora(saved_base(tiny_llama()))

@@ -88,18 +88,42 @@ def imports_for_editors() -> dict[str, str]:
 
 
 def test_editors_and_python_see_the_same_public_names() -> None:
-    at_run_time = {name: f"hf_bayes.{module}" for name, module in hf_bayes._MODULES.items()}
+    at_run_time = {name: f"hf_bayes.{module}" for name, module in hf_bayes._MODULES.items()} | {"metrics": "hf_bayes"}
     assert imports_for_editors() == at_run_time
     assert sorted(hf_bayes.__all__) == sorted(at_run_time)  # sorted lists: a name may not stand there twice
     assert set(hf_bayes.__all__) <= set(dir(hf_bayes))
 
 
-@pytest.mark.parametrize("name", hf_bayes.__all__)
+@pytest.mark.parametrize("name", sorted(hf_bayes._MODULES))
 def test_a_public_name_is_found_in_the_module_that_defines_it(name: str) -> None:
     value = getattr(hf_bayes, name)
     assert value is getattr(importlib.import_module(f"hf_bayes.{hf_bayes._MODULES[name]}"), name)
     if isinstance(value, type):
         assert value.__module__ == f"hf_bayes.{hf_bayes._MODULES[name]}"
+
+
+def test_metrics_is_public_without_an_import_of_its_own() -> None:
+    program = "import hf_bayes, sys; print('hf_bayes.metrics' in sys.modules, hf_bayes.metrics.load.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "hf_bayes.metrics"]
+
+
+def test_pages_for_users_import_public_names_only() -> None:
+    """Pages import names from ``hf_bayes`` and ``hf_bayes.metrics``; a new method also uses internal modules."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.py")]
+    imports = {
+        (page.name, module)
+        for page in pages
+        for module in re.findall(r"^from (hf_bayes[\w.]*) import", page.read_text("utf-8"), flags=re.MULTILINE)
+        if page.name not in ("add_a_method.md", "architecture.md")
+    }
+    assert {page for page in imports if page[1] not in ("hf_bayes", "hf_bayes.metrics")} == set()
+    assert {module for _, module in imports} == {"hf_bayes", "hf_bayes.metrics"}
+
+
+def test_the_glossary_has_at_most_40_lines() -> None:
+    glossary = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Glossary\n")[1]
+    assert 0 < len(re.findall(r"^\|", glossary, flags=re.MULTILINE)) <= 40
 
 
 def test_the_config_of_every_method_is_public() -> None:

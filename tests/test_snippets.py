@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -45,13 +46,17 @@ from tests.snippet_names import (
     preferences_of_a_small_model,
     rows_with_numbers,
     short_arguments,
+    the_hub_of_the_readme,
     three_classes,
 )
 from tests.tiny_models import tiny_llama, with_lora
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
-ELSEWHERE = {("docs/add_a_method.md", 0): "tests/methods/test_add_a_method.py makes the file and runs its tests"}
+ELSEWHERE = {
+    ("README.md", 0): "test_the_readme_runs_without_a_change, below",
+    ("docs/add_a_method.md", 0): "tests/methods/test_add_a_method.py makes the file and runs its tests",
+}
 
 
 class Snippet(NamedTuple):
@@ -69,7 +74,6 @@ class Snippet(NamedTuple):
 
 
 SNIPPETS = {
-    ("README.md", 0): Snippet(a_run, {"num_train_epochs=3": "max_steps=20"}),
     ("docs/automatic.md", 0): Snippet(a_run, {"max_steps=500": "max_steps=20"}),
     ("docs/automatic.md", 1): Snippet(a_tuning, {"data_collator=collate)": "data_collator=collate, candidates=few)"}),
     ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
@@ -184,6 +188,26 @@ def test_a_snippet_runs_as_printed(page, index, tmp_path, folder_as_hub, monkeyp
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+
+
+def test_the_readme_runs_without_a_change(tmp_path, monkeypatch) -> None:
+    """Not a word is replaced, and nothing but the Hub is given: a run with nothing set samples, from a ladder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    names = the_hub_of_the_readme()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(printed("README.md")[0], "README.md", "exec"), names)
+    posterior, (first, *_) = names["trainer"].posterior, names["record"]["tokens"]
+    assert posterior.config.method["name"] == "sghmc"
+    assert len(posterior.config.diagnostics["ladder_temperature"]) == 4
+    assert {"token", "logprob", "total", "aleatoric", "epistemic"} <= first.keys()
+
+
+def test_the_readme_has_at_most_120_lines_of_100_characters() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 120
+    assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/multi_gpu.md", "docs/quickstart.md"])

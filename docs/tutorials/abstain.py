@@ -126,7 +126,7 @@ print({
 
 # %%
 from hf_bayes import pipeline
-from hf_bayes.metrics.functions import ood_auroc
+from hf_bayes.metrics import ood_auroc
 
 classify = pipeline(model="classifier", batch_size=16)
 own = [row["text"] for row in rows[430:]]
@@ -151,7 +151,7 @@ for part in ("total", "aleatoric", "epistemic"):
 # stored with the posterior.
 
 # %%
-from hf_bayes.decide.abstention import fit_abstention
+from hf_bayes import fit_abstention
 
 posterior = fit_abstention(
     "classifier", heldout, error_rate=0.2, collate=DataCollatorWithPadding(tokenizer),

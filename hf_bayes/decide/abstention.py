@@ -103,7 +103,7 @@ def rule_for(model: BayesianModel, abstain: bool | Abstention, measures: Collect
         if not stored:
             raise ValueError(
                 "abstain=True uses the threshold that is stored with the posterior, and none is stored: fit one with "
-                "hf_bayes.decide.abstention.fit_abstention, or give an Abstention"
+                "hf_bayes.fit_abstention, or give an Abstention"
             )
         rule = Abstention.from_dict(stored)
     else:
