@@ -8,8 +8,8 @@ WORKERS ?= 2
 # The packages below members, which need torch and numpy only.
 MATHEMATICS := $(addprefix tests/,core uncertainty distributions diagnostics methods chains)
 # The tests that meet transformers, peft, accelerate, datasets and huggingface_hub, without the long ones of members.
-HOSTS := $(addprefix tests/,test_compat_versions.py test_private_names.py core/test_compat.py members/test_compat.py \
-	metrics/test_compat.py members/test_cache.py members/test_last_feed_forward.py \
+HOSTS := $(addprefix tests/,test_compat_versions.py test_private_names.py test_overrides.py core/test_compat.py \
+	metrics/test_compat.py members/compat members/test_cache.py members/test_last_feed_forward.py \
 	members/test_pictures.py members/test_stacked.py members/test_trunk.py members/test_trunk_memory.py cli models \
 	objectives/test_map_estimate.py objectives/test_probe.py training pipelines posteriors)
 
@@ -49,7 +49,8 @@ test-slow: .venv-slow/.installed
 test-doors: export UQLM_PYTHON ?= $(CURDIR)/.venv-uqlm/bin/python
 test-doors: .venv-doors/.installed .venv-uqlm/.installed
 	.venv-doors/bin/python -m pytest -m "slow or not slow" --timeout 3000 tests/test_journeys.py tests/cli/test_harness.py \
-		tests/pipelines/test_lm_harness.py tests/pipelines/test_polygraph.py tests/pipelines/test_uqlm.py
+		tests/members/compat/test_lm_eval.py tests/pipelines/test_lm_harness.py tests/pipelines/test_polygraph.py \
+		tests/pipelines/test_uqlm.py
 
 # pip needs more than twenty minutes to choose versions for lm-polygraph, so these two files pin all that is installed.
 .venv-doors/.installed: pyproject.toml constraints.txt constraints-doors.txt

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+
+from hf_bayes.core.compat import PrivateName
 
 PYTHONS_OWN = {"_asdict", "_fields", "_make", "_replace", "_abc_impl", "_is_protocol"}
 """Names of named tuples and of abstract classes, which Python documents or sets."""
@@ -83,23 +86,17 @@ def _source(kind: type) -> str:
         return ""
 
 
-def listed(compat: Path) -> set[str]:
-    """Return the private names in the lists of a compat module: its assignments to names in capitals."""
-    found, imported = set(), set()
-    for node in ast.parse(compat.read_text("utf-8")).body:
-        if isinstance(node, ast.ImportFrom):
-            imported |= {alias.name for alias in node.names}
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if not any(name.id.isupper() for each in targets for name in ast.walk(each) if isinstance(name, ast.Name)):
-            continue
-        for part in ast.walk(node.value):
-            if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                found |= {word for word in part.value.split(".") if is_private(word)}
-            elif isinstance(part, ast.Name) and is_private(part.id) and part.id in imported:
-                found.add(part.id)
-    return found
+def compat_modules(package: Path) -> dict[str, ModuleType]:
+    """Return {file in the package: module} of the modules that list private names of hosts."""
+    files = [*package.rglob("compat.py"), *package.rglob("compat/[!_]*.py")]
+    paths = sorted(file.relative_to(package) for file in files)
+    name = package.name
+    return {path.as_posix(): importlib.import_module(".".join([name, *path.with_suffix("").parts])) for path in paths}
+
+
+def listed(names: Iterable[PrivateName]) -> set[str]:
+    """Return the private names in a list of a compat module, with the private parts of their owners' paths."""
+    return {part for entry in names for part in (*entry.owner.split("."), entry.name) if is_private(part)}
 
 
 def unlisted(root: Path, lists: Iterable[str] = ()) -> dict[str, set[str]]:
@@ -121,6 +118,21 @@ def unlisted(root: Path, lists: Iterable[str] = ()) -> dict[str, set[str]]:
             is_host = where is Where.MODULE or (name in hosts and not (id(node) in own and name in ours))
             if name not in known and (is_host or (where is Where.CODE and name not in ours)):
                 found.setdefault(name, set()).add(f"{file.relative_to(root).as_posix()}:{node.lineno}")
+    return found
+
+
+def imports(root: Path) -> dict[str, set[str]]:
+    """Return {file under a folder: top packages that it imports private names or modules of}."""
+    found: dict[str, set[str]] = {}
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            module = getattr(node, "module", None) or ""
+            for path in ([*module.split("."), *alias.name.split(".")] for alias in node.names):
+                top = next(filter(None, path))
+                if top not in ("hf_bayes", "__future__") and any(map(is_private, path)):
+                    found.setdefault(file.relative_to(root).as_posix(), set()).add(top)
     return found
 
 

@@ -16,8 +16,8 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.training.trainer_host import TrainerHost
 from tests.tiny_models import VOCABULARY, tiny_llama, tiny_tokenizer, with_lora
 
 

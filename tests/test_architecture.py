@@ -89,3 +89,45 @@ def test_a_name_of_two_classes_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class Pass: pass\nclass Draw: pass\n")
     (tmp_path / "b.py").write_text("class Pass: pass\n")
     assert repeated_classes(tmp_path) == {"Pass"}
+
+
+LARGEST_DEPTH = 3
+"""A base, a family, a member: MethodConfig, LangevinConfig, SGLDConfig."""
+
+NOT_COUNTED = {"HostMethods"}
+"""It is a part of BayesianModel: what transformers and torch call. They look these methods up on the model itself, so
+no other object can hold them, and with them ``models/base.py`` would have more than 400 lines."""
+
+
+def depths(folder: Path, not_counted: set[str]) -> dict[str, int]:
+    """Return the depth of each class under a folder: 1 if it has no base class from this folder."""
+    nodes = [node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    bases = {node.name: list(map(base_name, node.bases)) for node in nodes if isinstance(node, ast.ClassDef)}
+
+    def depth(name: str) -> int:
+        above = max((depth(base) for base in bases[name] if base in bases), default=0)
+        return above + (name not in not_counted)
+
+    return {name: depth(name) for name in bases}
+
+
+def base_name(base: ast.expr) -> str:
+    """Return the name of a base class, which may be generic (``Base[T]``) or in a module (``module.Base``)."""
+    base = base.value if isinstance(base, ast.Subscript) else base
+    return base.attr if isinstance(base, ast.Attribute) else ast.unparse(base)
+
+
+def test_no_class_is_more_than_three_deep() -> None:
+    assert not {name: depth for name, depth in depths(ROOT / "hf_bayes", NOT_COUNTED).items() if depth > LARGEST_DEPTH}
+
+
+def test_every_class_that_is_not_counted_is_needed() -> None:
+    for name in NOT_COUNTED:
+        assert max(depths(ROOT / "hf_bayes", NOT_COUNTED - {name}).values()) > LARGEST_DEPTH
+
+
+def test_depth_counts_own_classes_only(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Base(Module, ABC): pass\nclass Family(Base[T]): pass\n")
+    (tmp_path / "b.py").write_text("class Method(Protocol, a.Family): pass\nclass Other(Method): pass\n")
+    assert depths(tmp_path, set()) == {"Base": 1, "Family": 2, "Method": 3, "Other": 4}
+    assert depths(tmp_path, {"Base"}) == {"Base": 0, "Family": 1, "Method": 2, "Other": 3}

@@ -1,4 +1,4 @@
-"""Every private name of a host library that the package reads or overrides stands in a list of a compat module."""
+"""Every private name of a host library that the package reads or overrides stands in the list of that host."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.private_names import STANDARD_LIBRARY, host_names, listed, unlisted
+from tests.private_names import STANDARD_LIBRARY, compat_modules, host_names, imports, listed, unlisted
 
 PACKAGE = Path(__file__).parents[1] / "hf_bayes"
-LISTED = set().union(*map(listed, PACKAGE.rglob("compat.py")))
+MODULES = compat_modules(PACKAGE)
+LISTED = set().union(*(listed(module.NAMES) for module in MODULES.values()))
 PLANTED = """
 import torch
 from torch import nn
@@ -58,6 +59,23 @@ def everything() -> dict[str, set[str]]:
 
 def test_every_private_name_of_a_host_is_listed(everything: dict[str, set[str]]) -> None:
     assert {name: places for name, places in everything.items() if name not in LISTED} == {}
+
+
+def test_each_host_has_one_module() -> None:
+    hosts = {path: {entry.owner.partition(".")[0] for entry in module.NAMES} for path, module in MODULES.items()}
+    assert hosts == {
+        "core/compat.py": {"torch"},
+        "members/compat/lm_eval.py": {"lm_eval"},
+        "members/compat/peft.py": {"peft"},
+        "members/compat/transformers.py": {"transformers"},
+        "members/compat/trl.py": {"trl"},
+        "metrics/compat.py": {"evaluate"},
+        "posteriors/compat.py": {"huggingface_hub"},
+    }
+
+
+def test_a_host_s_module_imports_private_names_of_this_host_only() -> None:
+    assert imports(PACKAGE) == {"core/compat.py": {"torch"}, "posteriors/compat.py": {"huggingface_hub"}}
 
 
 def test_a_planted_private_name_is_found(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.energy_hessian import EnergyAtPoint, expand_energy, positive_curvature
+from hf_bayes.chains.energy_hessian import EnergyAtPoint, EnergyPassResult, expand_energy, positive_curvature
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.support import is_outside_support
 from hf_bayes.chains.theta_form import Aux, Energy, Form
@@ -28,7 +28,7 @@ from hf_bayes.core.compat import num_writes
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.tensors import shape_in_words
-from hf_bayes.core.types import AllRows, Evaluation, Info
+from hf_bayes.core.types import Evaluation, Info
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 
 _SINGLE = ""
@@ -85,25 +85,28 @@ class EnergyObjective:
             self._start_is_checked = True
         return EnergyOfUpdate(self, batches, inside)
 
-    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Return the result of a pass over all batches, as ``what`` describes it.
+    # -- more passes over the batches, for a method that needs them (``core.types.DataPasses``) ---------------------
 
-        A ``CurvatureSpec`` at ``theta`` [d] gives value, gradient and Hessian, ``AllRows`` [M, d] minus the gradient.
+    def curvature(self, theta: Tensor, spec: CurvatureSpec, *, gradient: bool = True) -> EnergyPassResult:
+        """Return value, gradient and Hessian of minus the energy at ``theta`` [d], the mean over all batches."""
+        point = EnergyAtPoint(lambda theta, batch: self._value(theta, batch)[0], theta, self._batches())
+        return (
+            positive_curvature(point, spec) if self._positive else expand_energy(point, theta, spec, gradient=gradient)
+        )
 
-        Raises:
-            TypeError: for any other request: an energy has no rows.
-        """
-        batches = [None] if self._all_batches is None else self._all_batches()
-        match what:
-            case AllRows():
-                parts = [self.evaluate(theta, [batch]).grad_log_lik for batch in batches]
-                return torch.stack([part for part in parts if part is not None]).mean(0)
-            case CurvatureSpec():
-                point = EnergyAtPoint(lambda theta, batch: self._value(theta, batch)[0], theta, batches)
-                if self._positive:
-                    return positive_curvature(point, what)
-                return expand_energy(point, theta, what, gradient=gradient)
-        raise TypeError("an energy has no rows to pass over once more: the method needs a model and its data")
+    def full_gradient(self, theta: Tensor, *, share: float = 1.0) -> Tensor:
+        """Return minus the gradient of the energy at ``theta`` [M, d], the mean over all batches for any ``share``."""
+        parts = [self.evaluate(theta, [batch]).grad_log_lik for batch in self._batches()]
+        return torch.stack([part for part in parts if part is not None]).mean(0)
+
+    def heldout(self, theta: Tensor, part: str, **options: Any) -> NoReturn:
+        """Raise a TypeError: an energy has no rows."""
+        raise TypeError("an energy has no held-out rows: the method needs a model and its data")
+
+    heldout_by_row = heldout
+
+    def _batches(self) -> Iterable[Any]:
+        return [None] if self._all_batches is None else self._all_batches()
 
     def place_of(self, column: int) -> str:
         """Return ", " and the name of the tensor that holds a column of theta; "" where it has no name."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from hf_bayes.core.types import Evaluation, Info
+from hf_bayes.core.types import DataPasses, Evaluation, Info
 
 
 class FailureWords(NamedTuple):
@@ -54,8 +54,11 @@ class UpdateObjective(Protocol):
         ...
 
 
-class Objective(Protocol):
-    """A log-likelihood that chains are run on: ``EnergyObjective`` of an energy, ``ModelObjective`` of a model."""
+class Objective(DataPasses, Protocol):
+    """A log-likelihood that chains are run on: ``EnergyObjective`` of an energy, ``ModelObjective`` of a model.
+
+    Beside updates it makes the further passes over the data that a method needs (``core.types.DataPasses``).
+    """
 
     words: FailureWords
 
@@ -66,10 +69,6 @@ class Objective(Protocol):
             step: updates that the run has done before this one.
             inside: [M, d] points inside the support, for methods that reject points outside it.
         """
-        ...
-
-    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Pass over the data once more, for a method that requests it (``core.types.DataPass``)."""
         ...
 
     def place_of(self, column: int) -> str:

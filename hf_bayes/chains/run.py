@@ -14,7 +14,9 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.chains.finite import all_finite, not_finite, place_of, put_back, rows_not_finite
 from hf_bayes.chains.objective import Objective, UpdateObjective
+from hf_bayes.chains.watched_objective import WatchedObjective
 from hf_bayes.core.types import Evaluate, Evaluation, FinalPassResult, Info, Kernel, Problem, Rngs, Rule, State
 from hf_bayes.distributions.approximations import Draws
 
@@ -28,26 +30,30 @@ START_ADVICE = (
 )
 
 
-class StepRecord(NamedTuple, Generic[State]):
-    """The values of one update of all chains of a run; nothing in it is changed later.
+class StepRecord(NamedTuple):
+    """The values of one update of all chains of a run, for observers. No update changes its tensors.
 
     Attributes:
         step: updates done, this one included.
         learning_rate: the step size of the update; None for a kernel, which has its own.
         before: [M, d] where the chains were.
-        state: the method's State after the update.
+        theta: [M, d] where they are now.
+        momentum: [M, d] of a method that has one; None for others.
         info: the method's diagnostics, name -> [M].
         loss: [M] minus the mean log-likelihood of a term, in nats; None for an objective without terms.
         moved: True if a rule took a step, and did not only estimate something.
+        lost: [M] True for a chain that is out of a run with ``leaves_out_lost``; None for other runs.
     """
 
     step: int
     learning_rate: float | None
     before: Tensor
-    state: State
-    info: Info
+    theta: Tensor
+    momentum: Tensor | None
+    info: Mapping[str, Tensor]
     loss: Tensor | None
     moved: bool
+    lost: Tensor | None = None
 
 
 class Run(Generic[State]):
@@ -63,6 +69,10 @@ class Run(Generic[State]):
         num_updates: updates done.
         draws: [M, d] each, on ``draws_on``.
         loss: [M] of the last update, see ``StepRecord``.
+
+    A number that is not finite ends the run with a ``NotFiniteError``. With ``leaves_out_lost``, for trials of
+    settings, a chain with such a number goes back to its start, and the run ends only if no chain is left. Only rules
+    can do this, and a checkpoint does not hold which chains are lost.
     """
 
     def __init__(
@@ -77,7 +87,10 @@ class Run(Generic[State]):
         chains: range | None = None,
         draws_on: torch.device | str = "cpu",
         watch_noise: bool = False,
+        leaves_out_lost: bool = False,
     ) -> None:
+        if leaves_out_lost and not isinstance(method, Rule):
+            raise ValueError("leaves_out_lost=True needs a method with one gradient per update, got a kernel")
         self.method, self.objective, self.problem = method, objective, problem
         self.rngs = list(rngs)
         self.chains = range(len(theta)) if chains is None else chains
@@ -87,6 +100,7 @@ class Run(Generic[State]):
         self.loss: Tensor | None = None
         self._start, self._warm_start, self._draws_on = theta, warm_start, draws_on
         self._watch_noise = watch_noise
+        self._lost = torch.zeros(len(theta), dtype=torch.bool, device=theta.device) if leaves_out_lost else None
 
     @property
     def theta(self) -> Tensor:
@@ -99,14 +113,14 @@ class Run(Generic[State]):
         return sum(step <= self.num_updates for step in self.problem.draw_steps)
 
     @torch.no_grad()
-    def update(self, batches: list[Any], learning_rate: float | None = None) -> StepRecord[State]:
+    def update(self, batches: list[Any], learning_rate: float | None = None) -> StepRecord:
         """Advance all chains by one update.
 
         Args:
             batches: the batches of the update, as the objective takes them.
             learning_rate: the step size of a rule.
         Raises:
-            FloatingPointError: naming step, chain and parameter, before a number that is not finite enters the state.
+            NotFiniteError: naming step, chain and parameter, before a number that is not finite enters the state.
         """
         if isinstance(self.method, Rule):
             before, self.state, info, moved = self._follow_rule(self.method, batches, learning_rate)
@@ -117,7 +131,9 @@ class Run(Generic[State]):
         if self.num_updates in self.problem.draw_steps:
             self.take_draw()
         assert self.state is not None
-        return StepRecord(self.num_updates, learning_rate, before, self.state, info, self.loss, moved)
+        momentum: Tensor | None = getattr(self.state, "momentum", None)
+        values = before, self.state.theta, momentum, info, self.loss
+        return StepRecord(self.num_updates, learning_rate, *values, moved, self._lost)
 
     def take_draw(self) -> None:
         """Store the positions of the chains as a draw."""
@@ -145,7 +161,7 @@ class Run(Generic[State]):
             raise ValueError("the run has no update yet, so it has no state to finish: call update first")
         draws = self.stacked_draws() if self.draws else self.theta.detach().to(self._draws_on)[:, None]
         if final_pass is not None:
-            return final_pass(state, draws if gather is None else gather(draws), self.objective.data_pass)
+            return final_pass(state, draws if gather is None else gather(draws), self.objective)
         with torch.no_grad():
             found = method.finish(state, draws)
             if isinstance(found, Draws):
@@ -167,7 +183,7 @@ class Run(Generic[State]):
             )
         state = rule.init(self._start.clone(), self.rngs) if self.state is None else self.state
         if self.num_updates in rule.early_passes:
-            state = rule.early_passes[self.num_updates](state, self.objective.data_pass)
+            state = rule.early_passes[self.num_updates](state, self.objective)
         theta, state = rule.locate(state, self.rngs)
         before, moved = state.theta, learning_rate > 0 and not rule.estimates(state)
         evaluate = self.objective.for_update(batches, step=self.num_updates)
@@ -180,6 +196,7 @@ class Run(Generic[State]):
             self._require_finite({f"{words.gradient} at the anchor": evaluation.anchor_grad})
         state, info = rule.update(state, evaluation, learning_rate, self.rngs)
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
+        state = self._lost_at_start(state, rule)
         self.loss = evaluation.loss
         return before, state, {**info, **evaluate.info()}, moved
 
@@ -189,7 +206,7 @@ class Run(Generic[State]):
             state, known = self._start_kernel(kernel.init, self._start.clone(), batches)
         if self.num_updates in kernel.later_starts:
             state, known = self._start_kernel(kernel.later_starts[self.num_updates], state, batches)
-        evaluate = _Watched(self._for_kernel(batches))
+        evaluate = WatchedObjective(self._for_kernel(batches))
         before = state.theta
         state, info = kernel.step(state, evaluate, self.rngs)
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
@@ -209,7 +226,7 @@ class Run(Generic[State]):
         Raises:
             FloatingPointError: if a chain starts where the log-likelihood, its gradient or the prior is not finite.
         """
-        evaluate = _Watched(self._for_kernel(batches), self._require_start)
+        evaluate = WatchedObjective(self._for_kernel(batches), self._require_start)
         return start(at, evaluate, self.rngs), evaluate.first
 
     def _for_kernel(self, batches: list[Any]) -> UpdateObjective:
@@ -235,32 +252,36 @@ class Run(Generic[State]):
         return period or self.num_updates + 1 == self.problem.draw_steps[-1]
 
     def _require_finite(self, values: Mapping[str, Tensor], *, advice: str | None = None) -> None:
-        """Raise a FloatingPointError if a number is not finite, naming chain and parameter.
-
-        All numbers are first summed, in one pass over memory. Chain and parameter are searched only if a sum is not
-        finite.
+        """Raise a NotFiniteError if a number is not finite; if lost chains are left out, only without any other chain.
 
         Args:
             values: name for the message -> [M], or [M, ..., d].
             advice: what to do; None takes the words of the objective.
         """
         floats = {what: value for what, value in values.items() if value.is_floating_point()}
-        if bool(torch.stack([value.sum().double() for value in floats.values()]).isfinite().all()):
+        if all_finite(floats.values()):
             return
-        words = self.objective.words
         for what, value in floats.items():
-            bad = ~value.isfinite()
-            if not bool(bad.any()):  # the sum of large numbers overflows, too
+            bad = rows_not_finite(value)
+            rows = bad.nonzero()[:, 0].tolist()
+            if not rows:  # the sum of large numbers overflows, too
                 continue
-            rows = bad.flatten(1).any(1).nonzero()[:, 0].tolist() if value.ndim > 1 else bad.nonzero()[:, 0].tolist()
+            if self._lost is not None:
+                self._lost = self._lost | bad
+                if not bool(self._lost.all()):
+                    continue
+            has_columns = value.ndim > 1 and value.shape[-1] == self._start.shape[1]
+            place = place_of(value, rows[0], self.objective) if has_columns else ""
             chains = [self.chains[row] for row in rows]
-            named = f"chain {chains[0]}" if len(chains) == 1 else f"chains {', '.join(map(str, chains))}"
-            if value.ndim > 1 and value.shape[-1] == self._start.shape[1]:
-                named += self.objective.place_of(int(bad[rows[0]].reshape(-1, value.shape[-1]).any(0).nonzero()[0, 0]))
-            raise FloatingPointError(
-                f"non-finite {what} at {words.step} {self.num_updates + 1} ({named}): "
-                f"{advice or words.advice}{words.cause}"
-            )
+            raise not_finite(what, self.num_updates + 1, chains, place, self.objective.words, advice)
+
+    def _lost_at_start(self, state: State, rule: Rule[State]) -> State:
+        """Return the state with lost chains back at the start, where the objective can be evaluated."""
+        if self._lost is None or not bool(self._lost.any()):
+            return state
+        rows = self._lost.nonzero()[:, 0].tolist()
+        first = rule.init(self._start[rows], [self.rngs[row] for row in rows] if self.rngs else ())
+        return put_back(state, self.state, first, rows)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -309,27 +330,3 @@ class Run(Generic[State]):
         kernel: Kernel[State] = self.method
         state: State = kernel.init(theta, lambda theta, *, gradient=True, batches=None: zeros, rngs)
         return state
-
-
-class _Watched:
-    """An update's objective that keeps the loss of its first and of its last evaluation.
-
-    Args:
-        evaluate: the objective.
-        check: called with theta and the evaluation there, of the first evaluation only.
-    """
-
-    def __init__(self, evaluate: UpdateObjective, check: Callable[[Tensor, Evaluation], None] | None = None) -> None:
-        self._evaluate, self._check = evaluate, check
-        self.first: Tensor | None = None
-        self.last: Tensor | None = None
-        self.info = evaluate.info
-
-    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
-        evaluation = self._evaluate(theta, gradient=gradient, batches=batches)
-        if self._check is not None:
-            self._check(theta, evaluation)
-            self._check = None
-        self.last = evaluation.loss
-        self.first = self.last if self.first is None else self.first
-        return evaluation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hf_bayes.chains.theta_form import Form, Theta
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.types import Approximation, Info
+from hf_bayes.core.types import Approximation
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +77,7 @@ def _mean(values: Tensor) -> str:
     return f"{values.double().nanmean().item():.3g}"
 
 
-def stack_info(infos: list[Info], num_chains: int) -> dict[str, Tensor]:
+def stack_info(infos: Sequence[Mapping[str, Tensor]], num_chains: int) -> dict[str, Tensor]:
     """Return name -> [num_steps, M], with NaN in updates without the name: AdamW's warm start has other names."""
     names = dict.fromkeys(name for info in infos for name in info)
     absent = torch.full((num_chains,), math.nan)

@@ -22,7 +22,7 @@ from hf_bayes.chains.sample_result import SampleResult, stack_aux, stack_info
 from hf_bayes.chains.sampling_plan import Batches, PriorOfTheta
 from hf_bayes.chains.theta_form import Aux, Energy, Form, Theta
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.types import FinalPassResult, Info
+from hf_bayes.core.types import FinalPassResult
 from hf_bayes.methods.laplace.curvature import NotPositiveDefinite
 from hf_bayes.methods.registry import build, generators_of
 
@@ -146,14 +146,14 @@ def _updates(batches: Batches | None, batches_per_step: int) -> Iterator[list[An
 
 def _follow(
     run: Run[Any], objective: EnergyObjective, updates: Iterator[list[Any]], rates: Iterable[float]
-) -> tuple[list[Info], list[Aux]]:
+) -> tuple[list[Mapping[str, Tensor]], list[Aux]]:
     """Advance the chains update by update, and check the energy (``check_energy``).
 
     Returns:
         The diagnostics of each update, and what the energy returned beside its value at each draw, if anything.
     """
     start, draw_steps = run.theta, run.problem.draw_steps
-    infos: list[Info] = []
+    infos: list[Mapping[str, Tensor]] = []
     found: list[Aux] = []
     for learning_rate, batches in zip(rates, updates, strict=False):
         infos.append(run.update(batches, learning_rate).info)

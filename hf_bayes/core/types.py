@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Info = dict[str, Tensor]
@@ -155,67 +157,79 @@ class Problem(NamedTuple):
         return tuple(map(math.prod, self.shapes.values()))
 
 
-class HeldOut(NamedTuple):
-    """A request for the score of draws [M, d] on held-out rows.
-
-    The answer is the mean negative log-likelihood of their mixture, in nats per held-out term, and its gradient [M, d].
+class RowScores(NamedTuple):
+    """The NLL of every held-out row, for comparisons that are paired by row.
 
     Attributes:
-        part: the rows to score: "all", "even" or "odd".
-        num_members: the number n of draws that will predict; None is M. For another n than M the score is an estimate
-            without a gradient: the NLL of n draws is close to a + b / n, where the mean NLL of single draws (n = 1) and
-            the NLL of the mixture (n = M) determine a and b.
+        nll: [R] nats, summed over the likelihood terms of a row.
+        terms: [R] the number of likelihood terms in each row.
     """
 
-    part: str
-    num_members: int | None = None
+    nll: NDArray[np.float64]
+    terms: NDArray[np.int64]
 
 
-class HeldOutByRow(NamedTuple):
-    """A request for the score of draws [M, d] on every held-out row, for comparisons that are paired by row.
+class DataPasses(Protocol):
+    """More passes over the data, for a method that needs them (``Rule.early_passes``, ``Rule.final_pass``).
 
-    The answer is a list of ``diagnostics.comparison.RowScores``, one for each group of draws.
-
-    Attributes:
-        part: the rows to score: "all", "even" or "odd".
-        num_groups: the number of groups of successive draws, all of one size. Each group is a mixture of its own.
-        num_members: the number of draws of a group that will predict, as in ``HeldOut``. The estimate is made for
-            each row, and may be negative for a single one.
+    Every objective of a run (``chains.objective.Objective``) makes them. Held-out rows have three parts: "all" of them,
+    "even" or "odd" ones.
     """
 
-    part: str
-    num_groups: int = 1
-    num_members: int | None = None
+    def curvature(self, theta: Tensor, spec: Any, *, gradient: bool = True) -> Any:
+        """Return log-likelihood, gradient and curvature of the training rows at one point.
 
+        Args:
+            theta: [d].
+            spec: the estimator and the structure, a ``methods.laplace.supported.CurvatureSpec``.
+            gradient: estimate the gradient, too.
+        Returns:
+            A ``methods.laplace.pass_result.PassResult``.
+        """
+        ...
 
-class AllRows(NamedTuple):
-    """A request for the gradient of log p(D | theta) [M, d] on all training rows, for theta [M, d].
+    def full_gradient(self, theta: Tensor, *, share: float = 1.0) -> Tensor | None:
+        """Return the gradient of log p(D | theta) [M, d] on all training rows, for ``theta`` [M, d].
 
-    The answer is the mean, over random batches, of the gradient that an update computes. It is None where such a mean
-    does not exist: with dropout, or with private rows.
+        It is the mean, over random batches, of the gradient that an update computes. It is None where such a mean does
+        not exist: with dropout, or with private rows.
 
-    Attributes:
-        share: the share of the rows to take, drawn at random but always the same; below 1 the answer is an estimate.
-    """
+        Args:
+            share: the share of the rows to take, drawn at random but always the same; below 1 the result is an
+                estimate.
+        """
+        ...
 
-    share: float = 1.0
+    def heldout(
+        self, theta: Tensor, part: str, *, num_members: int | None = None, gradient: bool = False
+    ) -> tuple[float, Tensor | None]:
+        """Return the NLL of the mixture of draws ``theta`` [M, d], in nats per held-out term, and its gradient [M, d].
 
+        Args:
+            part: the rows to score.
+            num_members: the number n of draws that will predict; None is M. For another n than M the score is an
+                estimate: the NLL of n draws is close to a + b / n, where the mean NLL of single draws (n = 1) and the
+                NLL of the mixture (n = M) determine a and b.
+            gradient: compute the gradient of the mixture of these M draws.
+        """
+        ...
 
-class DataPass(Protocol):
-    """One more pass over the data, for a method that requests it (``Rule.early_passes``, ``Rule.final_pass``)."""
+    def heldout_by_row(
+        self, theta: Tensor, part: str, *, num_groups: int = 1, num_members: int | None = None
+    ) -> list[RowScores]:
+        """Return the score of every held-out row, for each group of draws ``theta`` [M, d].
 
-    def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Return the result of the pass that ``what`` describes.
-
-        For a ``CurvatureSpec`` at ``theta`` [d] it is the curvature, the log-likelihood and the gradient there. For
-        ``HeldOut`` at ``theta`` [M, d] it is the held-out score of the mixture, and its gradient. For ``HeldOutByRow``
-        it is the score of every held-out row. For ``AllRows`` it is the gradient of all rows.
+        Args:
+            part: the rows to score.
+            num_groups: the number of groups of successive draws, all of one size. Each group is a mixture of its own.
+            num_members: the number of draws of a group that will predict, as in ``heldout``. The estimate is made for
+                each row, and may be negative for a single one.
         """
         ...
 
 
-EarlyPass = Callable[[Any, DataPass], Any]
-"""(state, data_pass) -> state, see ``Rule.early_passes``."""
+EarlyPass = Callable[[Any, DataPasses], Any]
+"""(state, passes) -> state, see ``Rule.early_passes``."""
 
 LaterStart = Callable[[Any, Evaluate, Rngs], Any]
 """(state, evaluate, rngs) -> state, see ``Kernel.later_starts``."""
@@ -265,9 +279,9 @@ class Rule(NamedTuple, Generic[State]):
         locate: (state, rngs) -> (theta [M, d] at which the gradient is needed, state); called once per update.
         update: (state, evaluation, lr, rngs) -> (state, info), with lr the step size of this update.
         finish: (state, draws [M, S, d]) -> Approximation.
-        final_pass: (state, draws, data_pass) -> FinalPassResult, in place of ``finish`` where a pass over the data
+        final_pass: (state, draws, passes) -> FinalPassResult, in place of ``finish`` where a pass over the data
             is possible; None if the method does not need one.
-        early_passes: number of updates -> (state, data_pass) -> state, called once after so many updates: the method
+        early_passes: number of updates -> (state, passes) -> state, called once after so many updates: the method
             finds settings of its own from passes over the data.
         anchor: state -> points [M, d] or [M, J, d] at which the next update needs the gradient, too
             (``Evaluation.anchor_grad``); None if it needs none.
@@ -283,7 +297,7 @@ class Rule(NamedTuple, Generic[State]):
     locate: Callable[[State, Rngs], tuple[Tensor, State]]
     update: Callable[[State, Evaluation, float, Rngs], tuple[State, Info]]
     finish: Callable[[State, Tensor], Approximation]
-    final_pass: Callable[[State, Tensor, DataPass], FinalPassResult] | None = None
+    final_pass: Callable[[State, Tensor, DataPasses], FinalPassResult] | None = None
     early_passes: Mapping[int, EarlyPass] = MappingProxyType({})
     anchor: Callable[[State], Tensor | None] = no_anchor
     rescale: Callable[[State, float], State] = scale_momentum

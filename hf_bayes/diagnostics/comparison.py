@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-
-class RowScores(NamedTuple):
-    """The NLL of every held-out row.
-
-    Attributes:
-        nll: [R] nats, summed over the likelihood terms of a row.
-        terms: [R] the number of likelihood terms in each row.
-    """
-
-    nll: NDArray[np.float64]
-    terms: NDArray[np.int64]
+from hf_bayes.core.types import RowScores
 
 
 def row_scores(nll: ArrayLike, terms: ArrayLike) -> RowScores:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, default_data_collator
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import require_seed
-from hf_bayes.core.types import FinalPassResult, Problem
-from hf_bayes.diagnostics.comparison import RowScores, difference_std_error, row_scores
+from hf_bayes.core.types import FinalPassResult, Problem, RowScores
+from hf_bayes.diagnostics.comparison import difference_std_error, row_scores
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_likelihood, check_sizes, require_rows
 from hf_bayes.methods.registry import METHODS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hf_bayes.members import compat
+from hf_bayes.members.compat import transformers as compat
 from hf_bayes.members.context import Context
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -103,27 +103,26 @@ class Members:
         return self.trunk.num_blocks
 
     def install(self) -> None:
-        """Give the model its member axis."""
+        """Give the model its member axis. An error leaves the model as it was."""
+        with ExitStack() as undo:
+            for part in self._parts:
+                undo.callback(part.remove)
+                part.install()
+            undo.pop_all()
         self.attached = True
-        self.checkpointing.install()
-        for item in [*self.stacked, *self.frozen_batch_norms]:
-            item.install()
-        self.trunk.install()
-        self.last_feed_forward.install()
-        self.blocked.install()
-        self.weight_methods.install()
 
     def remove(self) -> None:
         """Restore the model as it was before ``install``."""
         self.attached = False
-        for item in [*self.stacked, *self.frozen_batch_norms]:
-            item.remove()
-        self.trunk.remove()
-        self.last_feed_forward.remove()
-        self.blocked.remove()
-        self.checkpointing.remove()
-        self.weight_methods.remove()
+        for part in self._parts:
+            part.remove()
         self.context.tensors, self._viewed = {}, None
+
+    @property
+    def _parts(self) -> list[Any]:
+        """All that changes the model: each part has ``install`` and ``remove``."""
+        stacked = [*self.stacked, *self.frozen_batch_norms]
+        return [self.checkpointing, *stacked, self.trunk, self.last_feed_forward, self.blocked, self.weight_methods]
 
     def require_attached(self) -> None:
         """Check that the model has its member axis. Without it, all members would be equal, with EU 0.

@@ -25,8 +25,9 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_bayes.core import compat
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.members import batch_norm, compat
+from hf_bayes.members import batch_norm
 from hf_bayes.members.convolution import CONVOLUTIONS
 from hf_bayes.members.inputs import shape_of_texts
 from hf_bayes.methods.laplace.accumulators import UnsupportedModule

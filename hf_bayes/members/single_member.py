@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
-from hf_bayes.members import compat
 from hf_bayes.members.batch_norm import running_statistics
+from hf_bayes.members.compat import transformers as compat
 from hf_bayes.members.engine import Members
 from hf_bayes.members.evaluation_mode import evaluating
 

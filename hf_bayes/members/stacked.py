@@ -20,8 +20,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_bayes.core import compat
 from hf_bayes.core.layout import modules_of
-from hf_bayes.members import compat
 from hf_bayes.members.batch_norm import KINDS as BATCH_NORMS
 from hf_bayes.members.batch_norm import STATISTICS, StackedBatchNorm
 from hf_bayes.members.context import Context

@@ -39,17 +39,16 @@ from torch import Tensor
 
 from hf_bayes.core.joined_states import inner_state, joined_state, merged, rows_of, scattered, with_inner
 from hf_bayes.core.types import (
-    DataPass,
+    DataPasses,
     Evaluation,
     FinalPassResult,
-    HeldOut,
-    HeldOutByRow,
     Info,
     Problem,
     Rngs,
+    RowScores,
     Rule,
 )
-from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
+from hf_bayes.diagnostics.comparison import difference_std_error
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.step_control import relaxation_of
@@ -209,28 +208,28 @@ class _Ladder:
         figures = {name: scattered([(rows, info[name]) for rows, info in infos]) for name in sorted(common)}
         return with_inner(state, merged(states)), figures
 
-    def pass_after(self, step: int) -> Callable[[Any, DataPass], Any]:
+    def pass_after(self, step: int) -> Callable[[Any, DataPasses], Any]:
         """Return the pass after update ``step``: those of the rungs, then a look and the choice, or a review."""
 
-        def early_pass(state: Any, data_pass: DataPass) -> Any:
+        def early_pass(state: Any, passes: DataPasses) -> Any:
             parts = []
             for rows, rung, part in self._parts(state):
                 own = rung.rule.early_passes.get(step)
-                parts.append((rows, part if own is None else own(part, data_pass)))
+                parts.append((rows, part if own is None else own(part, passes)))
             state = with_inner(state, merged(parts))
             if step in self.looks:
                 looks = state.ladder_looks.clone()
                 looks[:, self.looks.index(step)] = state.theta
                 state = state._replace(ladder_looks=looks)
             if step == self.looks[-1]:
-                return self._choose(state, data_pass)
-            return self._review(state, step, data_pass) if step in self.reviews else state
+                return self._choose(state, passes)
+            return self._review(state, step, passes) if step in self.reviews else state
 
         return early_pass
 
-    def _choose(self, state: Any, data_pass: DataPass) -> Any:
+    def _choose(self, state: Any, passes: DataPasses) -> Any:
         """Return the state with all chains on the best rung."""
-        state = self._without_lost(state, data_pass) if self.scales else state
+        state = self._without_lost(state, passes) if self.scales else state
         nll = torch.empty(len(self.rungs), dtype=torch.float64)
         for index, rows in _groups(state.ladder_rung):
             if self.scales:
@@ -239,20 +238,20 @@ class _Ladder:
             else:
                 draws = state.ladder_looks[rows].flatten(0, 1)
                 members = self.config.num_chains * self.config.draws_per_chain
-            nll[index] = data_pass(draws, HeldOut("all", members), gradient=False)[0]
+            nll[index] = passes.heldout(draws, "all", num_members=members)[0]
         state = self._on_rung(state, int(nll.argmin()), self.looks[-1])
         return state._replace(ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone())
 
-    def _without_lost(self, state: Any, data_pass: DataPass) -> Any:
+    def _without_lost(self, state: Any, passes: DataPasses) -> Any:
         """Return the state with chains that are lost back at the end of their warm start."""
         theta = self._scaled(state, min(self.rungs, key=lambda rung: rung.temperature)).theta
-        scores = data_pass(theta, HeldOutByRow("even", num_groups=len(theta)), gradient=False)
+        scores = passes.heldout_by_row(theta, "even", num_groups=len(theta))
         nll = torch.tensor([score.nll.sum() / score.terms.sum() for score in scores]).to(state.theta)
         lost = ~(nll - nll.nanmedian() <= LOST * nll.nanmedian().abs())
         parts = [(rows, rung.rule.restart(part, lost[rows])) for rows, rung, part in self._parts(state)]
         return with_inner(state, merged(parts))._replace(ladder_lost=lost.to(state.ladder_lost))
 
-    def _review(self, state: Any, step: int, data_pass: DataPass, kept: Tensor | None = None) -> Any:
+    def _review(self, state: Any, step: int, passes: DataPasses, kept: Tensor | None = None) -> Any:
         """Return the state, or that of the choice at a lower temperature, if half of the rows say that it is better.
 
         Args:
@@ -262,11 +261,11 @@ class _Ladder:
         home, now = state._replace(theta=state.ladder_looks[:, -1]), None
         while (lower := self._below(rung)) is not None:
             if now is None and kept is not None:
-                now = _by_row(kept.flatten(0, 1).to(state.theta), None, data_pass)
+                now = _by_row(kept.flatten(0, 1).to(state.theta), None, passes)
             elif now is None:
-                now = _by_row(state.theta, self._independent_draws(state), data_pass)
+                now = _by_row(state.theta, self._independent_draws(state), passes)
             there = self._scaled(home, self.rungs[lower])
-            other = _by_row(there.theta, None if kept is not None else self._independent_draws(there), data_pass)
+            other = _by_row(there.theta, None if kept is not None else self._independent_draws(there), passes)
             if not _is_better(other, now):
                 break
             rung, now = lower, other
@@ -304,12 +303,12 @@ class _Ladder:
         """Return the draws of all chains."""
         return self.rungs[int(state.ladder_rung[0])].rule.finish(inner_state(state), self._kept(state, draws))
 
-    def final_pass(self, state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
+    def final_pass(self, state: Any, draws: Tensor, passes: DataPasses) -> FinalPassResult:
         """Return the draws, the held-out scores of the rungs, and the settings that were chosen."""
         if len(state.ladder_rung.unique()) > 1:  # a run that was stopped before the choice: it keeps its ladder
             return FinalPassResult(self.finish(state, draws), {})
         if self.scales and draws.shape[1] == len(self.draws):  # a run that was stopped has fewer
-            state = self._review(state, self.draws[-1], data_pass, self._kept(state, draws))
+            state = self._review(state, self.draws[-1], passes, self._kept(state, draws))
         index, drawn = int(state.ladder_rung[0]), state.ladder_drawn[0, : draws.shape[1]].tolist()
         report = {
             "ladder_temperature": [rung.temperature for rung in self.rungs],
@@ -332,11 +331,10 @@ class _Ladder:
         return [(rows, self.rungs[index], rows_of(whole, rows)) for index, rows in _groups(state.ladder_rung)]
 
 
-def _by_row(draws: Tensor, members: int | None, data_pass: DataPass) -> RowScores:
+def _by_row(draws: Tensor, members: int | None, passes: DataPasses) -> RowScores:
     """Return the scores of one mixture on half of the held-out rows."""
-    (scores,) = data_pass(draws, HeldOutByRow("even", num_members=members), gradient=False)
-    found: RowScores = scores
-    return found
+    (scores,) = passes.heldout_by_row(draws, "even", num_members=members)
+    return scores
 
 
 def _is_better(other: RowScores, now: RowScores) -> bool:

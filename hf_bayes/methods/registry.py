@@ -80,10 +80,15 @@ with less, chains start far from a mode, and noise does not bring them there. In
 SETTLING_SHARE = 0.15
 """The least share of a run between such a warm start and the first draw."""
 
+NUM_NAMED = 3
+"""The largest number of methods that an error message names."""
+
 
 def names_with(condition: Callable[[Requirements], bool]) -> str:
-    """Return the names of the methods whose requirements, by their defaults, meet a condition, for error messages."""
-    return ", ".join(name for name, kind in METHODS.items() if condition(kind().requirements))
+    """Return, for error messages, names of methods whose requirements, by their defaults, meet a condition."""
+    found = [name for name, kind in METHODS.items() if condition(kind().requirements)]
+    named = ", ".join(found[:NUM_NAMED])
+    return named if len(found) <= NUM_NAMED else f"such as {named}; hf_bayes.METHODS has all methods"
 
 
 def from_dict(values: Mapping[str, Any]) -> MethodConfig:
@@ -162,8 +167,8 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
         finds = ("whitening", "range_test", "from_length")
         finding = names_with(lambda needs: needs.learning_rate in finds)
         raise ValueError(
-            f"{config.name} with these settings needs a learning_rate, got None: give one. With their defaults, "
-            f"{finding} find one themselves"
+            f"{config.name} with these settings needs a learning_rate, got None: give one, or use a method that finds "
+            f"one itself ({finding})"
         )
     if own in ("unused", "from_length"):
         return config

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForAudioClassification
 
+from hf_bayes.members.compat import transformers as compat
 from hf_bayes.members.inputs import num_positions_of
-from hf_bayes.models import compat
 from hf_bayes.models.classification import BayesianClassifier
 
 

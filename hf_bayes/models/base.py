@@ -77,8 +77,8 @@ class BayesianModel(HostMethods):
         self.members_per_pass: int | None = None
         self.check_inputs, self.current_members, self.lock = InputCheck(core), CurrentMembers(), CopyableLock()
         self.theta = nn.Parameter(theta)
-        model.requires_grad_(False)
         self.members.install()
+        model.requires_grad_(False)  # after ``install``, which may raise and then leaves the model as it was
         self._restoration.handles = guard(model)
 
     @classmethod

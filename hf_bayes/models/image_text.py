@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from hf_bayes.core.tensors import tensors_in
+from hf_bayes.members.compat.transformers import own_generation_hooks
 from hf_bayes.members.pictures import PICTURES, pictures_of, take_pictures
 from hf_bayes.members.trunk import has_axes
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.models.compat import own_generation_hooks
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 """Inputs that mark each token as text or as an image's placeholder."""

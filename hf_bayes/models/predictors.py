@@ -1,7 +1,7 @@
 """The ways in which a Bayesian model predicts: by members, linearised, in closed form, in a single pass, by a student.
 
 A model holds one predictor, and ``BayesianModel.linearise`` replaces it. Models of whole inputs take an
-``InputPredictor`` (``input_predictors``), language models a ``TokenPredictor`` (``token_predictors``). A predictor is
+``InputPredictor`` (``prediction.inputs``), language models a ``TokenPredictor`` (``prediction.tokens``). A predictor is
 given the model in each call and keeps no reference to it, so that a model is freed as soon as it is dropped.
 """
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_bayes.core.types import HeldOut, HeldOutByRow
-from hf_bayes.diagnostics.comparison import RowScores
+from hf_bayes.core.types import RowScores
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
@@ -22,7 +21,7 @@ Nats = TypeVar("Nats", float, Tensor)
 
 
 class HeldOutRows:
-    """The held-out rows of a run, which answer the requests ``types.HeldOut`` and ``types.HeldOutByRow``.
+    """The held-out rows of a run, and the scores of draws on them, see ``core.types.DataPasses``.
 
     Args:
         batches: numbers of rows -> these rows, in this order, in batches.
@@ -57,11 +56,13 @@ class HeldOutRows:
         """Close the progress bar."""
         self._bar.close()
 
-    def __call__(self, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, Tensor | None]:
+    def of_mixture(
+        self, theta: Tensor, part: str, *, num_members: int | None = None, gradient: bool = False
+    ) -> tuple[float, Tensor | None]:
         """Return the NLL of the mixture of draws ``theta`` [M, d], in nats per term, and its gradient [M, d]."""
         model = self.model
         theta = theta.to(model.theta)
-        rows = self._own(self._rows(what.part))
+        rows = self._own(self._rows(part))
         sums = torch.zeros(3, dtype=torch.float64, device=theta.device)
         grad = torch.zeros_like(theta) if gradient else None
         with model.showing(theta), evaluating(model):
@@ -76,32 +77,34 @@ class HeldOutRows:
             if grad is not None:
                 self.mesh.sum_over_data(grad)
         nats_mixed, nats_single = (float(total / sums[0]) for total in sums[1:])
-        nats = _of_members(nats_mixed, nats_single, len(theta), what.num_members)
+        nats = _of_members(nats_mixed, nats_single, len(theta), num_members)
         self._bar.update()
         self._bar.set_postfix(nats=f"{nats:.4f}")
         return nats, None if grad is None else (grad / sums[0].to(grad)).cpu()
 
-    def by_row(self, theta: Tensor, what: HeldOutByRow) -> list[RowScores]:
+    def by_row(
+        self, theta: Tensor, part: str, *, num_groups: int = 1, num_members: int | None = None
+    ) -> list[RowScores]:
         """Return the scores of every row, in the order of the rows, for each group of draws."""
         model, theta = self.model, theta.to(self.model.theta)
-        whole = self._rows(what.part)
+        whole = self._rows(part)
         rows = self._own(whole)
         numbers = torch.tensor(range(len(whole)))[slice(None) if self.mesh is None else self._share]
-        nll = torch.zeros(what.num_groups, len(whole), dtype=torch.float64)
+        nll = torch.zeros(num_groups, len(whole), dtype=torch.float64)
         terms, start = torch.zeros(len(whole), dtype=torch.int64), 0
         with model.showing(theta), evaluating(model):
             for batch, log_lik in self._log_liks(rows):
                 counts = model.terms_per_row(batch).cpu()
                 places = numbers[start : start + len(counts)]
                 start += len(counts)
-                groups = log_lik.double().unflatten(-1, (what.num_groups, -1))
+                groups = log_lik.double().unflatten(-1, (num_groups, -1))
                 size = groups.shape[-1]
                 mixed, single = math.log(size) - groups.logsumexp(-1), -groups.mean(-1)
-                nats = _of_members(mixed, single, size, what.num_members).sum(1)
+                nats = _of_members(mixed, single, size, num_members).sum(1)
                 nll.index_add_(1, places.repeat_interleave(counts), nats.T.cpu())
                 terms[places] = counts
         if self.mesh is not None:
-            nll, terms = (self.mesh.sum_over_data(part.to(theta.device)).cpu() for part in (nll, terms))
+            nll, terms = (self.mesh.sum_over_data(sums.to(theta.device)).cpu() for sums in (nll, terms))
         self._bar.update()
         return [RowScores(row.numpy(), terms.numpy()) for row in nll]
 

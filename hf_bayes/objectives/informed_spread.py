@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.rng import generator
-from hf_bayes.core.types import AllRows, Approximation, Prior
+from hf_bayes.core.types import Approximation, Prior
 from hf_bayes.diagnostics.informed_spread import InformedSpread, informed_spread
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.members.evaluation_mode import evaluating
@@ -120,7 +120,7 @@ def grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, shar
     without_dropout.dropout = False
     parts = []
     for some in theta.to(objective.model.theta).split(len(objective.chains)):
-        part = without_dropout.data_pass(some, AllRows(share), gradient=True)
+        part = without_dropout.full_gradient(some, share=share)
         if part is None:
             return None
         parts.append(-part - plan.prior_weight * plan.prior.grad(some))

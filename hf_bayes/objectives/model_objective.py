@@ -17,7 +17,7 @@ from hf_bayes.chains.objective import FailureWords
 from hf_bayes.core.anchors import at_each_point
 from hf_bayes.core.rng import seed_of
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.core.types import AllRows, Evaluation, HeldOut, HeldOutByRow
+from hf_bayes.core.types import Evaluation, RowScores
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.laplace.supported import CurvatureSpec
@@ -114,7 +114,7 @@ class ModelObjective:
             column -= size
         raise AssertionError("theta has no such column")
 
-    # -- passes over the data that a method may request after its last update ---------------------------------------
+    # -- more passes over the data, for a method that needs them (``core.types.DataPasses``) ------------------------
 
     def curvature(self, theta: Tensor, spec: CurvatureSpec, *, gradient: bool = True) -> CurvaturePassResult:
         """Return log-likelihood, gradient and curvature of all training data at ``theta`` [d]."""
@@ -134,9 +134,21 @@ class ModelObjective:
             context=self.context,
         )
 
-    def heldout(self, theta: Tensor, what: HeldOut, *, gradient: bool = True) -> tuple[float, Tensor | None]:
+    def full_gradient(self, theta: Tensor, *, share: float = 1.0) -> Tensor | None:
+        """Return the gradient of log p(D | theta) on all training rows, for ``theta`` [M, d]."""
+        return gradient_of_all_rows(self, theta, share=share)
+
+    def heldout(
+        self, theta: Tensor, part: str, *, num_members: int | None = None, gradient: bool = False
+    ) -> tuple[float, Tensor | None]:
         """Return the NLL of the mixture of draws ``theta`` [M, d], in nats per held-out term, and its gradient."""
-        return self._heldout_rows()(theta, what, gradient=gradient)
+        return self._heldout_rows().of_mixture(theta, part, num_members=num_members, gradient=gradient)
+
+    def heldout_by_row(
+        self, theta: Tensor, part: str, *, num_groups: int = 1, num_members: int | None = None
+    ) -> list[RowScores]:
+        """Return the score of every held-out row, for each group of draws ``theta`` [M, d]."""
+        return self._heldout_rows().by_row(theta, part, num_groups=num_groups, num_members=num_members)
 
     def _heldout_rows(self) -> HeldOutRows:
         assert self.data is not None
@@ -151,17 +163,6 @@ class ModelObjective:
                 hide=self.data.hide,
             )
         return self._heldout
-
-    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Pass over the data once more, for a method that needs it (``core.types.DataPass``)."""
-        match what:
-            case AllRows():
-                return gradient_of_all_rows(self, theta, share=what.share)
-            case HeldOut():
-                return self.heldout(theta, what, gradient=gradient)
-            case HeldOutByRow():
-                return self._heldout_rows().by_row(theta, what)
-        return self.curvature(theta, what, gradient=gradient)
 
     @torch.no_grad()
     def each_term(self, theta: Tensor, batches: list[Any], function: Callable[..., Any]) -> list[Any]:

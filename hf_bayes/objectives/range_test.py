@@ -13,17 +13,19 @@ The square root is a rule of thumb, no theorem: the steps of AdamW add up to bet
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from hf_bayes.chains.finite import NotFiniteError
 from hf_bayes.chains.objective import Objective
 from hf_bayes.chains.own_rate import MAX_UPDATES, MIN_UPDATES, best_rate, last_third
+from hf_bayes.chains.run import Run, StepRecord
 from hf_bayes.core.config import DEFAULT_ADAMW_RATE
-from hf_bayes.core.types import Evaluation, Problem, Rule
+from hf_bayes.core.types import Problem
 from hf_bayes.methods.registry import adamw_rule
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -133,61 +135,36 @@ def range_test(
     if not rates:
         return RangeTest(DEFAULT_ADAMW_RATE, {}, 0)
     rule = adamw_rule(problem, prior_weight=prior_weight, rates=start.new_tensor(rates))
+    theta, no_draws = start.expand(len(rates), -1).clone(), problem._replace(draw_steps=range(0))
+    run = Run(rule, objective, theta, (), no_draws, leaves_out_lost=True)
     steps = tqdm(range(num_updates), desc="trying learning rates", disable=not progress, leave=False)
-    some = (batches for _, batches in zip(steps, updates, strict=False))
-    losses = list(_descend(rule, objective, start.expand(len(rates), -1).clone(), some, plan))
+    losses = []
+    for step, batches in zip(steps, updates, strict=False):
+        try:
+            losses.append(_loss(run.update(batches, 1 - step / num_updates)))
+        except NotFiniteError as error:
+            raise FloatingPointError(_none_is_left(error, objective, rates)) from None
     found = dict(zip(rates, last_third(losses).mean(0).tolist(), strict=True))
     best = _best_rate(found, usual)
     return RangeTest(best * math.sqrt(num_updates / num_steps), found, num_updates, usual)
 
 
-def _descend(
-    rule: Rule[Any], objective: Objective, theta: Tensor, updates: Iterable[list[Any]], plan: TrialPlan
-) -> Iterator[Tensor]:
-    """Yield the loss [M] of each update; NaN for a member from the update on in which a number was not finite.
-
-    Such a member goes back to the start, where the model can be evaluated. ``Run.update`` would end the run instead.
-    """
-    state = rule.init(theta, ())
-    lost = torch.zeros(len(theta), dtype=torch.bool, device=theta.device)
-    for step, batches in enumerate(updates):
-        evaluation = objective.for_update(batches, step=step)(state.theta)
-        state, _ = rule.update(state, evaluation, 1 - step / plan.num_updates, ())
-        lost = lost | ~_are_finite(evaluation) | ~_are_finite(state)
-        if bool(lost.all()):
-            raise FloatingPointError(_none_is_left(objective, evaluation, step, plan.rates))
-        if bool(lost.any()):
-            pairs = zip(state, rule.init(theta, ()), strict=True)
-            state = type(state)(*(_put_back(value, first, lost) for value, first in pairs))
-        assert evaluation.loss is not None
-        yield evaluation.loss.masked_fill(lost, math.nan)
+def _loss(record: StepRecord) -> Tensor:
+    """Return the loss [M] of an update; NaN for a rate that is out of the trial."""
+    assert record.loss is not None
+    assert record.lost is not None
+    return record.loss.masked_fill(record.lost, math.nan)
 
 
-def _are_finite(values: Iterable[Tensor | None]) -> Tensor:
-    """Return [M]: True for a member all of whose numbers in ``values``, [M, ...] each, are finite.
-
-    They are summed in one pass over memory. In float64 a sum of finite numbers of float32 is finite.
-    """
-    sums = [value.reshape(len(value), -1).sum(1, dtype=torch.float64) for value in values if value is not None]
-    return torch.stack(sums).isfinite().all(0)
-
-
-def _put_back(value: Tensor, first: Tensor, rows: Tensor) -> Tensor:
-    return torch.where(rows.view(-1, *[1] * (value.ndim - 1)), first, value)
-
-
-def _none_is_left(objective: Objective, evaluation: Evaluation, step: int, rates: tuple[float, ...]) -> str:
-    """Return the message of a trial that has lost its last rate in update ``step`` (from 0)."""
+def _none_is_left(error: NotFiniteError, objective: Objective, rates: tuple[float, ...]) -> str:
+    """Return the message of a trial that has lost its last rate."""
     words, data = objective.words, "check the data and the model's weights for NaN"
     what = f"non-finite {words.value} or {words.gradient}"
-    if step == 0:  # all members are at the start still, so the rates are not the reason
-        assert evaluation.grad_log_lik is not None
-        columns = (~evaluation.grad_log_lik.isfinite()).any(0).nonzero()[:, 0].tolist()
-        place = objective.place_of(columns[0]) if columns else ""
-        return f"{what} at the weights where the trial of learning rates starts{place}: {data}{words.cause}"
+    if error.step == 1:  # all members are at the start still, so the rates are not the reason
+        return f"{what} at the weights where the trial of learning rates starts{error.place}: {data}{words.cause}"
     return (
         f"{what} at every learning rate of the trial ({', '.join(f'{rate:g}' for rate in rates)}), at the last of them "
-        f"in {words.step} {step + 1}. No learning rate was given: give one below {min(rates):g} (learning_rate, or "
+        f"in {words.step} {error.step}. No learning rate was given: give one below {min(rates):g} (learning_rate, or "
         f"warm_start_learning_rate of a sampler), or {data}{words.cause}"
     )
 

@@ -132,8 +132,7 @@ def _require_rows(method: MethodConfig, data: DataAccess | None) -> None:
     if data is None or (needs.heldout != "none" and data.heldout is None):
         given = "no data=" if data is None else "data= without held-out rows"
         raise ValueError(
-            f"{method.name} passes over {kind} by number, got {given}: give a DataAccess to them "
-            "(hf_bayes.objectives.data_access)"
+            f"{method.name} passes over {kind} by number, got {given}: give a DataAccess to them (docs/own_loop.md)"
         )
 
 

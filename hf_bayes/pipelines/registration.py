@@ -21,7 +21,7 @@ from hf_bayes.posteriors.tasks import TASKS
 
 _HOST = "transformers.pipelines"
 _FROM_PIPELINE = "_from_pipeline"
-"""The private argument with which ``transformers.pipeline`` calls ``from_pretrained`` (``models.compat``)."""
+"""The private argument with which ``transformers.pipeline`` calls ``from_pretrained`` (``members.compat``)."""
 
 
 class PosteriorToLoad:

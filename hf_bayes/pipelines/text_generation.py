@@ -31,8 +31,8 @@ from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.decide.abstention import rule_for
 from hf_bayes.decide.answers import answer_uncertainty
+from hf_bayes.members.compat.transformers import batch_size_of
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.models.compat import batch_size_of
 from hf_bayes.models.language.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.prompts import answer_start, prompts_of

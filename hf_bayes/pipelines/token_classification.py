@@ -18,8 +18,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TokenClassificationPipeline
 from transformers.pipelines.token_classification import AggregationStrategy
 
+from hf_bayes.members.compat.transformers import preprocess_settings_of
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.compat import preprocess_settings_of
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS, Record

@@ -1,46 +1,14 @@
-"""Names of huggingface_hub, peft and transformers that this package uses outside their documented interface.
-
-Most are file names and keys of the formats that these libraries write and read. ``tests/posteriors/test_compat.py``
-compares every name and signature with the installed libraries. peft and transformers are not imported here, so that the
-files of a posterior can be checked without them.
-"""
+"""The private names of huggingface_hub that the package reads."""
 
 from __future__ import annotations
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
-# -- peft ------------------------------------------------------------------------------------------------------------
+from hf_bayes.core.compat import PrivateName
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER = "adapter_model.safetensors"
-ADAPTER_NAME = "default"
-"""The name that peft gives to an adapter that is loaded without a name."""
-MODEL_PREFIX = "base_model.model."
-"""The text that peft puts before the name of each module of its base model."""
-LORA_FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-"""The modules and parameters of a peft layer that hold the factors of a LoRA."""
-SAVED_MODULES = "modules_to_save"
-"""The attribute of peft's wrapper around a module that is trained whole."""
-
-# -- transformers ----------------------------------------------------------------------------------------------------
-
-GENERATION_CONFIG = "generation_config.json"
-CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-"""Two files and a folder in which transformers looks for chat templates."""
-CODE_REFERENCES = "auto_map"
-"""The key of a config whose values name code to import, as "repository--module.Class"."""
-FURTHER_FILES = ("fast_tokenizer_files",)
-"""Keys of a tokenizer's config that name further files to read."""
-CHECKPOINT_FOLDERS = "checkpoint-*"
-"""The folders of the Trainer's checkpoints."""
-SAFETENSORS_METADATA = {"format": "pt"}
-"""The header entry that transformers requires of a safetensors file."""
-
-# -- huggingface_hub -------------------------------------------------------------------------------------------------
-
-PRIVATE_MODULES = ("huggingface_hub.utils._validators",)
-"""The module that ``validate_repo_id`` stands in."""
+NAMES = (PrivateName("huggingface_hub.utils._validators", "validate_repo_id", ("repo_id",), "called"),)
+"""The private names of huggingface_hub."""
 
 
 def is_repo_id(name: str) -> bool:

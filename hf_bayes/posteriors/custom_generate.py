@@ -16,8 +16,8 @@ import torch
 
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.posteriors import lora_config
-from hf_bayes.posteriors.compat import MODEL_PREFIX
 from hf_bayes.posteriors.config import library_versions
+from hf_bayes.posteriors.file_formats import MODEL_PREFIX
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.model_card import CUSTOM_GENERATE, write_card
 from hf_bayes.posteriors.posterior import Posterior

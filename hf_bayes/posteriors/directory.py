@@ -25,8 +25,8 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import GAUSSIANS, Draws, Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, check_shapes
 from hf_bayes.posteriors import lora_config
-from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG
 from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
+from hf_bayes.posteriors.file_formats import ADAPTER, ADAPTER_CONFIG
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
 from hf_bayes.posteriors.storage import Content

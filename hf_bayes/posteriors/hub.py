@@ -17,9 +17,10 @@ from hf_bayes.core.text_safety import visible_line
 from hf_bayes.posteriors import sidecars, storage
 from hf_bayes.posteriors.benchmark_results import FOLDER as BENCHMARKS
 from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, read_beside
-from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS, is_repo_id
+from hf_bayes.posteriors.compat import is_repo_id
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import GAUSSIAN, TRACE, fingerprint_of
+from hf_bayes.posteriors.file_formats import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS
 from hf_bayes.posteriors.student import STUDENT
 
 CARD = "README.md"
@@ -28,13 +29,12 @@ DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
 _TOKEN = re.compile(rb"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
 FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
 """Patterns of the files of a posterior."""
-# An upload deletes the files of an earlier push that match these and are not uploaded again. A member left there would
-# make the posterior unreadable. A chat template left there would be used with the new posterior, and figures left there
-# would be shown beside it.
-_REPLACED = [
-    "members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, STUDENT, EVALUATION, PICTURE, f"{BENCHMARKS}/*",
-    *sidecars.NAMES,
-]  # fmt: skip
+_BESIDE = (PICTURE, EVALUATION, f"{BENCHMARKS}/*.yaml")
+"""Patterns of the files that an upload takes from beside the model card."""
+_REPLACED = ["members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, STUDENT, *_BESIDE, *sidecars.NAMES]
+"""An upload deletes the files of an earlier push that match these and are not uploaded again. A member left there would
+make the posterior unreadable. A chat template left there would be used with the new posterior, and figures left there
+would be shown beside it."""
 
 
 def fetch(
@@ -97,8 +97,8 @@ def push_directory(
     root = Path(directory)
     storage.recover(root)
     contents = storage.read_directory(root, format=storage.POSTERIOR, raw=sidecars.is_sidecar)
-    beside = [name for name in (CARD, PICTURE, EVALUATION) if (root / name).exists()]
-    beside += [f"{BENCHMARKS}/{file.name}" for file in sorted((root / BENCHMARKS).glob("*.yaml"))]
+    found = [file for pattern in (CARD, *_BESIDE) for file in sorted(root.glob(pattern))]
+    beside = [file.relative_to(root).as_posix() for file in found]
     _check_beside(root, beside, contents)
     names = [*contents, storage.MANIFEST, *beside]
     for name in names:

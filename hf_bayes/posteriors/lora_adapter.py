@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_bayes.posteriors import hub, lora_config, storage
-from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG
 from hf_bayes.posteriors.config import CONFIG
+from hf_bayes.posteriors.file_formats import ADAPTER, ADAPTER_CONFIG
 from hf_bayes.posteriors.lora_keys import parameter_name
 from hf_bayes.posteriors.sidecars import NAMES, Sidecars, sidecars_in
 from hf_bayes.posteriors.storage.listing import shown

@@ -7,7 +7,7 @@ expressions. A posterior only holds a LoRA on named modules:
 * ``target_modules``, ``modules_to_save``, ``rank_pattern`` and ``alpha_pattern`` hold full module names. They come from
   the names and shapes of the tensors. Nothing is matched by a regular expression.
 
-peft is not needed here. ``models.lora_layers`` builds the layers.
+peft is not needed here. ``models.loading.lora_layers`` builds the layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hf_bayes.posteriors.compat import ADAPTER_CONFIG, MODEL_PREFIX, SAVED_MODULES
+from hf_bayes.posteriors.file_formats import ADAPTER_CONFIG, MODEL_PREFIX, SAVED_MODULES
 from hf_bayes.posteriors.storage.json_types import as_list, is_texts
 from hf_bayes.posteriors.storage.json_values import json_value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from hf_bayes.posteriors.compat import ADAPTER_NAME, LORA_FACTORS, MODEL_PREFIX, SAVED_MODULES
+from hf_bayes.posteriors.file_formats import ADAPTER_NAME, LORA_FACTORS, MODEL_PREFIX, SAVED_MODULES
 
 _FACTOR = re.compile(rf"\.({'|'.join(LORA_FACTORS)})(?=\.|$)")
 

@@ -19,9 +19,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from hf_bayes.core.number_checks import is_number
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, eval_results, evaluation_rows, read_beside
-from hf_bayes.posteriors.compat import ADAPTER_CONFIG, is_repo_id
+from hf_bayes.posteriors.compat import is_repo_id
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import fingerprint_of
+from hf_bayes.posteriors.file_formats import ADAPTER_CONFIG
 from hf_bayes.posteriors.hub import CARD, is_local
 from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
 from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, awaits_temperature, explanation

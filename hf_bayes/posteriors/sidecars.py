@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_bayes.posteriors.chat_templates import check_chat_template
-from hf_bayes.posteriors.compat import CHAT_TEMPLATES, CODE_REFERENCES, FURTHER_FILES, GENERATION_CONFIG
+from hf_bayes.posteriors.file_formats import CHAT_TEMPLATES, CODE_REFERENCES, FURTHER_FILES, GENERATION_CONFIG
 from hf_bayes.posteriors.storage import disk
 from hf_bayes.posteriors.storage.json_types import require_object
 

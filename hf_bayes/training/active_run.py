@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,12 +28,12 @@ from hf_bayes.objectives.probe import LEAST_ROWS, Probe
 from hf_bayes.objectives.starting import start_run
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.reports.own_choices import has_choices, report_ladder, report_step_size, settled
 from hf_bayes.training.setup import Setup
+from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.uncertainty.likelihoods import Normal
 
 MOST_ROWS_OF_STATISTICS = 2**13
@@ -200,7 +200,7 @@ class ActiveRun:
         assert record.loss is not None
         return record.loss.mean().float()
 
-    def of_all_chains(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
+    def of_all_chains(self, info: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return name -> [K] for all chains, given name -> [M] for the chains of this process.
 
         All processes call this together, with the same names.

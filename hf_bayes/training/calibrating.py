@@ -17,8 +17,8 @@ from hf_bayes.models.calibrating import calibration_of
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.compat import TrainerHost, heldout_name
 from hf_bayes.training.data.heldout_rows import HeldOutData
+from hf_bayes.training.trainer_host import TrainerHost, heldout_name
 from hf_bayes.uncertainty.likelihoods import Normal
 
 LEAST_ROWS = 200

@@ -25,9 +25,9 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.calibrating import predicting_as_loaded
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.repeated_runs import finished_run, require_repeatable
+from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.registry import likelihood_from
 

@@ -61,7 +61,8 @@ class Diagnosis:
             return {}
         own = {**self._distances(), **self._distance_in_noise(), **self._kinetic_of_chains(), **self._last_probe()}
         first = {} if self._has_warned_of_rounding else self._unmoved()
-        info = active.of_all_chains({"loss": active.run.loss, **monitor.noise_info, **monitor.info, **own, **first})
+        values = {"loss": active.run.loss, **monitor.noise_info, **monitor.info, **own, **first}
+        info = dict(active.of_all_chains(values))
         if first:
             self._warn_of_rounding(info.pop("unmoved"))
         logs = {f"{name}/chain_{k}": value for name, values in info.items() for k, value in enumerate(values.tolist())}

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.diagnostics.comparison import RowScores, row_scores
+from hf_bayes.core.types import RowScores
+from hf_bayes.diagnostics.comparison import row_scores
 from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
 from hf_bayes.metrics import perplexity, summarise
 from hf_bayes.models.predictives.built_in import Deviations
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.setup import Setup
+from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.uncertainty.decomposition import Uncertainty
 
 MAX_KEPT = 2**17

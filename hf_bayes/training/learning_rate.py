@@ -24,39 +24,28 @@ class LearningRate(torch.optim.Optimizer):
         """Do nothing: the update is over when Trainer calls this."""
 
 
-def check_schedule(active: ActiveRun) -> None:
-    """Make the schedule once for a throw-away learning rate, so that a wrong one is refused before the first update."""
-    args, num_steps = active.host.args, active.problem.num_steps
-    rate = LearningRate(active.setup.model.theta, active.problem.learning_rate)
-    warmup = args.get_warmup_steps(num_steps)
-    own: Any = args.lr_scheduler_kwargs  # TrainingArguments has made a dict of a text
-    make = partial(get_scheduler, args.lr_scheduler_type, rate, warmup, num_steps, own)
-    schedule(active, rate, make, num_steps)
-
-
-def schedule(active: ActiveRun, optimizer: torch.optim.Optimizer, of_trainer: Callable[[], Any], num_steps: int) -> Any:
-    """Return the method's schedule if it has one; else Trainer's, checked to its end.
+def schedule(active: ActiveRun, rate: LearningRate) -> Any:
+    """Return the method's schedule if it has one; else that of the training arguments, checked to its end.
 
     Args:
         active: the run.
-        optimizer: its learning rate.
-        of_trainer: makes the schedule of the training arguments.
-        num_steps: the number of updates that Trainer plans.
+        rate: its learning rate.
     Raises:
         ValueError: for arguments that the schedule does not have, and for a rate above the peak.
     """
     if active.method.schedule is not None:
-        return LambdaLR(optimizer, partial(rate_factor, active.method, draw_steps=active.problem.draw_steps))
+        return LambdaLR(rate, partial(rate_factor, active.method, draw_steps=active.problem.draw_steps))
+    args, num_steps = active.host.args, active.problem.num_steps
+    own: Any = args.lr_scheduler_kwargs  # TrainingArguments has made a dict of a text
     try:
-        scheduler = of_trainer()
+        found = get_scheduler(args.lr_scheduler_type, rate, args.get_warmup_steps(num_steps), num_steps, own)
     except TypeError as error:
-        given = active.host.args.lr_scheduler_kwargs
         raise ValueError(
-            f"lr_scheduler_kwargs={given!r} do not fit lr_scheduler_type="
-            f"{SchedulerType(active.host.args.lr_scheduler_type).value!r} ({error}): correct them, or leave them out"
+            f"lr_scheduler_kwargs={own!r} do not fit lr_scheduler_type="
+            f"{SchedulerType(args.lr_scheduler_type).value!r} ({error}): correct them, or leave them out"
         ) from error
-    _require_below_peak(scheduler, num_steps, active.host.args, active.problem.learning_rate)
-    return scheduler
+    _require_below_peak(found, num_steps, args, active.problem.learning_rate)
+    return found
 
 
 def _require_below_peak(scheduler: Any, num_steps: int, args: Any, peak: float) -> None:

@@ -11,7 +11,7 @@ from hf_bayes.objectives.map_estimate import map_estimate
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.trainer_host import TrainerHost
 
 
 def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:

@@ -24,13 +24,13 @@ from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, report_length
 from hf_bayes.training.checks.rows import refuse_overwritten_prior
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import EvaluationResult, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
 from hf_bayes.training.reports.own_choices import report_departure
 from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
+from hf_bayes.training.trainer_host import TrainerHost
 
 KEPT_METRICS = (
     "nll", "accuracy", "ece", "brier", "total", "aleatoric", "epistemic", "member_nll", "perplexity", "ace", "mse",

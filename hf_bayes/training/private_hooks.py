@@ -1,13 +1,21 @@
-"""The private hooks of Trainer that a Bayesian trainer overrides. ``compat.OVERRIDDEN`` pins their parameters."""
+"""The private hooks of Trainer that a Bayesian trainer overrides.
+
+``members.compat.transformers`` lists their parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from hf_bayes.members.compat.transformers import output_dir_of
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.training import checkpoints
-from hf_bayes.training.compat import sealed_checkpoint
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
@@ -49,3 +57,19 @@ class PrivateHooks(_Host):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
         """Return None: the norm over all chains together means nothing, and theta holds no gradient."""
+
+
+@contextmanager
+def sealed_checkpoint(trainer: _Host, trial: Any, *, group: ChainMesh) -> Iterator[None]:
+    """Seal the checkpoint that Trainer writes in the block, and only then remove older ones."""
+    args, run_dir = trainer.args, output_dir_of(trainer, trial)
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+    folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    checkpoints.seal_checkpoint(folder, group=group)
+    if args.should_save:
+        best = trainer.state.best_model_checkpoint
+        rotate_checkpoints(run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)

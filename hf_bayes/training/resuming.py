@@ -16,10 +16,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.training import checkpoints, run_identity
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.setup import Setup
+from hf_bayes.training.trainer_host import TrainerHost
 
 
 class RunCheckpoints:

@@ -14,7 +14,7 @@ Bound, beside the settings of ``resuming.RunCheckpoints.settings``:
 * ``dropout.*``: every probability above 0, by module;
 * ``likelihood``, ``task``, ``tokenizer``, and for classifiers the padding token, by which some find a row's end;
 * ``precision.*``: dtype of the base, of theta, and of autocast;
-* ``data.*`` (``data_fingerprint``), and ``heldout.*`` where a method fits its prior by held-out rows;
+* ``data.*`` (``data.fingerprint``), and ``heldout.*`` where a method fits its prior by held-out rows;
 * ``micro_batches`` where they are more than a way to sum (``split_matters``).
 
 Not bound, because the law of the draws is the same and only rounding, or which random numbers are used, differs:
@@ -38,17 +38,17 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from hf_bayes.core.compat import BATCH_NORM, DROPOUT
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.core.layout import modules_of
 from hf_bayes.core.number_checks import is_number
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import base_model
-from hf_bayes.training.compat import BATCH_NORM, DROPOUT
 from hf_bayes.training.data.fingerprint import DIGITS
 
 _NO_FUNCTION = frozenset({
-    "_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",  # names
+    "_name_or_path", "transformers_version", "architectures", "auto_map",  # names
     "dtype", "torch_dtype",  # bound as precision
     "problem_type",  # bound as the likelihood
     "id2label", "label2id", "bos_token_id", "eos_token_id", "pad_token_id",  # names, and tokens that Trainer sets
@@ -81,7 +81,7 @@ def identity(
         model: attached.
         tokenizer: a tokenizer, or a processor; None where there is none.
         mixed_precision: of accelerate, "no" or "bf16".
-        data: of ``data_fingerprint``, with what else is known of the rows.
+        data: of ``data.fingerprint``, with what else is known of the rows.
         heldout: likewise, of rows that a method fits by.
         micro_batches: of an update, over all processes that share a chain; None where the split does not matter.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import SaveStrategy
@@ -16,15 +16,15 @@ from hf_bayes.training.announcement import announce
 from hf_bayes.training.calibrating import reason_against, require_calibration
 from hf_bayes.training.checkpoints import required_newest, settings_of
 from hf_bayes.training.checks.rows import refuse_batch_statistics, require_all_chains
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.preferences import PairRows
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.diagnosis import Diagnosis
-from hf_bayes.training.learning_rate import LearningRate, check_schedule
+from hf_bayes.training.learning_rate import LearningRate, schedule
 from hf_bayes.training.reports.step_lines import shorten_lines
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.setup import Setup, given_back_on_error
+from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 
 Part = TypeVar("Part")
@@ -76,6 +76,7 @@ class Beginning(NamedTuple):
         active: the run.
         diagnosis: its diagnostics, with its checkpoints.
         learning_rate: its learning rate, for Trainer.
+        scheduler: the schedule of the learning rate.
         checkpoint: the checkpoint that it resumes from; None for a new run.
         end: Trainer's state at the end of the run, if ``checkpoint`` is that end; otherwise None.
     """
@@ -83,6 +84,7 @@ class Beginning(NamedTuple):
     active: ActiveRun
     diagnosis: Diagnosis
     learning_rate: LearningRate
+    scheduler: Any
     checkpoint: str | None
     end: TrainerState | None
 
@@ -106,12 +108,12 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
         shorten_lines(host.callback_handler)
         announce(active)
         rows.refuse_mixed_documents()
-        check_schedule(active)
+        learning_rate = LearningRate(setup.model.theta, active.problem.learning_rate)
+        scheduler = schedule(active, learning_rate)
         # Trainer would make one more update
         ends = checkpoint is not None and num_updates >= active.problem.num_steps
         end = checkpoints.load_end(checkpoint) if checkpoint is not None and ends else None
-    learning_rate = LearningRate(setup.model.theta, active.problem.learning_rate)
-    return Beginning(active, Diagnosis(active, checkpoints), learning_rate, checkpoint, end)
+    return Beginning(active, Diagnosis(active, checkpoints), learning_rate, scheduler, checkpoint, end)
 
 
 def _rows_to_train_on(host: TrainerHost, setup: Setup, rows: TrainingRows | None) -> TrainingRows:

@@ -92,16 +92,13 @@ def set_up(
     refuse_arguments(args, method, model, kwargs)
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
-    with (
-        prepared(model, args, peft_config, kwargs, rewards=rewards) as ready,
-        ExitStack() as on_error,
-    ):
-        if not isinstance(ready, BayesianModel):
-            ready = attach(ready, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood)
-            on_error.callback(ready.detach)
-        else:
+    with prepared(model, args, peft_config, kwargs, rewards=rewards) as ready, ExitStack() as stack:
+        was_attached = isinstance(ready, BayesianModel)
+        if was_attached:
             refuse_other_likelihood(likelihood, ready)
-            on_error.callback(_given_back, ready, _state_of(ready))
+        else:
+            ready = attach(ready, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood)
+        stack.enter_context(given_back_on_error(ready, was_attached=was_attached))
         warn_of_resized_base(ready.model, ready.core)
         _refuse_trunk_memory(ready, args)
         ready.calibrated = False  # the temperature of a posterior that was loaded is not that of its chains
@@ -122,7 +119,6 @@ def set_up(
         bayesian.members_per_pass = args.members_per_pass
         with config_kept(bayesian.core.config):
             yield Setup(bayesian, method, subspace, mesh, inherited, start, bayesian.likelihood)
-        on_error.pop_all()
 
 
 def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) -> None:
@@ -135,27 +131,41 @@ def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) 
 
 
 @contextmanager
-def given_back_on_error(model: BayesianModel) -> Iterator[None]:
-    """If the block raises, give a Bayesian model the members and the way of prediction that it had before."""
+def given_back_on_error(model: BayesianModel, *, was_attached: bool = True) -> Iterator[None]:
+    """If the block raises, give a model back as it was.
+
+    Args:
+        was_attached: True if the model had members before: it gets them back, with its way of prediction and its
+            modes. False: the model inside is detached.
+    """
     state = _state_of(model)
     try:
         yield
     except BaseException:
-        _given_back(model, state)
+        if was_attached:
+            _given_back(model, state)
+        else:
+            model.detach()
         raise
 
 
 def _state_of(model: BayesianModel) -> dict[str, Any]:
-    """Return the members and the way of prediction of a Bayesian model, all that a trainer changes in it."""
+    """Return all that a trainer changes in a Bayesian model: its members, its way of prediction, and its modes."""
     found = {name: getattr(model, name) for name in _CHANGED if hasattr(model, name)}
-    by_batch = model.members.context.batch_statistics
-    shown = copy.copy(model.current_members)
-    return {**found, "theta": model.theta.data, "current_members": shown, "batch_statistics": by_batch}
+    return {
+        **found,
+        "current_members": copy.copy(model.current_members),
+        "theta": model.theta.data,
+        "batch_statistics": model.members.context.batch_statistics,
+        "modes": [(module, module.training) for module in model.modules()],
+    }
 
 
 def _given_back(model: BayesianModel, state: dict[str, Any]) -> None:
     """Give a Bayesian model the state of ``_state_of`` back, on the device where the model is now."""
     model.place(state["theta"])
     model.members.context.batch_statistics = state["batch_statistics"]
-    for name in state.keys() - {"theta", "batch_statistics"}:
+    for module, mode in state["modes"]:
+        module.training = mode
+    for name in state.keys() - {"theta", "batch_statistics", "modes"}:
         setattr(model, name, state[name])

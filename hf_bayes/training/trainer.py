@@ -26,16 +26,15 @@ from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checks.arguments import refuse_accelerator, refuse_types
 from hf_bayes.training.checks.host_trainers import likelihood_for, refuse_foreign_methods, refuse_order
-from hf_bayes.training.compat import TrainerHost, without_data_parallel
 from hf_bayes.training.data.rows import TrainingRows
-from hf_bayes.training.dpo_compat import reference_given
+from hf_bayes.training.dpo_reference import reference_given
 from hf_bayes.training.evaluation import Step
-from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.outcome import Outcome
 from hf_bayes.training.private_hooks import PrivateHooks
 from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
+from hf_bayes.training.trainer_host import TrainerHost, without_data_parallel
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 
@@ -133,7 +132,8 @@ class BayesianTrainerMixin(PrivateHooks):
             FloatingPointError: at the step at which something becomes NaN or infinite.
         """
         begun = begin(TrainerHost(self), self.setup, self.rows, resume_from_checkpoint)
-        self.active, self.diagnosis, self.optimizer = begun.active, begun.diagnosis, begun.learning_rate
+        self.active, self.diagnosis = begun.active, begun.diagnosis
+        self.optimizer, self.lr_scheduler = begun.learning_rate, begun.scheduler  # Trainer makes no others
         self.outcome.begin(begun.active)
         if begun.end is None:
             with begun.active.trunk_memory():
@@ -151,12 +151,6 @@ class BayesianTrainerMixin(PrivateHooks):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return an optimizer that only holds the learning rate; ``Run.update`` advances the chains."""
         return required(self.optimizer)
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Return the method's schedule if it has one; else Trainer's, checked to its end."""
-        of_trainer = partial(super().create_scheduler, num_training_steps, optimizer)
-        self.lr_scheduler = schedule(required(self.active), required(self.optimizer), of_trainer, num_training_steps)
-        return self.lr_scheduler
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator, which wraps no model in DistributedDataParallel: that would average chains."""

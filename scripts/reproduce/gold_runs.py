@@ -77,10 +77,16 @@ class Counted:
         counted.info = evaluate.info  # type: ignore[attr-defined]
         return counted
 
-    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Pass over the data: of one chain for theta [d], of all for theta [M, d]."""
-        self.num_passes += 1 if theta.ndim == 1 else len(theta)
-        return self.objective.data_pass(theta, what, gradient=gradient)
+    def curvature(self, theta: Tensor, spec: Any, *, gradient: bool = True) -> Any:
+        """Pass over the data for one chain, with theta [d]."""
+        self.num_passes += 1
+        return self.objective.curvature(theta, spec, gradient=gradient)
+
+    def full_gradient(self, theta: Tensor, *, share: float = 1.0) -> Tensor | None:
+        """Pass over the data for each chain of theta [M, d]."""
+        self.num_passes += len(theta)
+        found: Tensor | None = self.objective.full_gradient(theta, share=share)
+        return found
 
 
 def begin(rows: AnyTarget, row: Row, seed: int = 0, theta: Tensor | None = None) -> tuple[StartedRun, Iterator[Any]]:

@@ -30,7 +30,8 @@ from transformers.utils import logging
 from benchmarks.harness import machine
 from benchmarks.table import replaced
 from hf_bayes.cli.parsing import parse_arguments
-from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
+from hf_bayes.core.types import RowScores
+from hf_bayes.diagnostics.comparison import difference_std_error
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

@@ -28,7 +28,7 @@ from tests.tiny_models import (
 )
 
 METHOD_AND_DATA = [
-    # NaN in the data: the step is named; training/test_chain_optimizer.py has ten more
+    # NaN in the data: the step is named; training/test_not_finite.py has more
     Refused(
         "not finite",
         "a label that is NaN",

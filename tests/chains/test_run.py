@@ -70,12 +70,12 @@ def test_a_record_holds_the_update_and_does_not_change() -> None:
     run = normal_run(SGHMCConfig())
     start = run.theta.clone()
     record = run.update([None], 0.01)
-    kept = record.state.theta.clone()
+    kept = record.theta.clone()
     run.update([None], 0.01)
     assert record.step == 1
     assert record.moved
     assert torch.equal(record.before, start)
-    assert torch.equal(record.state.theta, kept)
+    assert torch.equal(record.theta, kept)
     assert torch.allclose(record.loss, 0.5 * start.double().square().sum(1))
 
 

@@ -1,22 +1,32 @@
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_bayes.core.compat import NAMES, num_writes, plain_tensor_functions, standard_gamma
+from hf_bayes.core.compat import (
+    BATCH_NORM,
+    DROPOUT,
+    NAMES,
+    PrivateName,
+    forward_with,
+    num_writes,
+    plain_tensor_functions,
+    standard_gamma,
+)
+from tests.host_names import fault_of, label
 
 
-@pytest.mark.parametrize("path", NAMES)
-def test_torch_has_the_private_name(path: str) -> None:
-    root, *names = path.split(".")
-    found: Any = importlib.import_module(root)
-    for name in names:
-        assert hasattr(found, name)
-        found = getattr(found, name)
+@pytest.mark.parametrize("entry", NAMES, ids=label)
+def test_torch_has_the_private_name(entry: PrivateName) -> None:
+    assert fault_of(entry) == ""
+
+
+def test_torch_s_layers_have_the_private_bases() -> None:
+    assert all(issubclass(kind, BATCH_NORM) for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
+    assert all(issubclass(kind, DROPOUT) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
 
 
 def test_gamma_draws_come_from_the_generator_and_have_mean_alpha() -> None:
@@ -50,3 +60,11 @@ def test_a_subclass_is_plain_within_the_context() -> None:
     assert not calls
     torch.exp(tensor)
     assert calls == [torch.exp]
+
+
+def test_forward_with_reads_given_values_and_restores_others() -> None:
+    layer, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+    before = layer.weight
+    assert forward_with(layer, {"weight": 3 * torch.eye(2)}, x).tolist() == [[3.0, 3.0]]
+    assert layer.weight is before
+    assert "weight" not in vars(layer)

@@ -109,7 +109,7 @@ def test_only_a_kernel_needs_the_same_target_in_every_evaluation() -> None:
 
 def test_defaults_that_rules_share_cannot_be_changed() -> None:
     with pytest.raises(TypeError, match="item assignment"):
-        rule().early_passes[1] = lambda state, data_pass: state  # type: ignore[index]
+        rule().early_passes[1] = lambda state, passes: state  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

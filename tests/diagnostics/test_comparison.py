@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_bayes.diagnostics.comparison import RowScores, difference_std_error, row_scores
+from hf_bayes.core.types import RowScores
+from hf_bayes.diagnostics.comparison import difference_std_error, row_scores
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.map_comparison import map_of_run

@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.core.layout import Layout
+from hf_bayes.core.layout import Layout, select
 from hf_bayes.members import Members
 from hf_bayes.members import engine as engine_module
+from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
+from hf_bayes.members.last_feed_forward import LastFeedForward
+from hf_bayes.members.small_batches import BlockedLinears
+from hf_bayes.members.stacked import StackedLora
+from hf_bayes.members.trunk import Trunk
+from hf_bayes.members.weight_methods import WeightMethods
 from hf_bayes.models.attaching import attach
 from tests.members.reference import (
     core_of,
@@ -234,3 +240,30 @@ def test_a_copy_lays_its_members_out_anew() -> None:
         copied.theta.data = torch.zeros_like(copied.theta)
         assert not torch.equal(copied(**batch()).logits, bayesian(**batch()).logits)
         assert copied.members._viewed[0] is copied.theta
+
+
+def hooks_of(model: nn.Module) -> list[tuple[bool, int, int]]:
+    """Return whether each module has a forward of its own, and its numbers of hooks."""
+    return [
+        ("forward" in vars(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("kind", [Checkpointing, StackedLora, Trunk, LastFeedForward, BlockedLinears, WeightMethods])
+def test_an_error_while_members_are_installed_leaves_no_trace(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(part: Any) -> None:
+        install(part)
+        raise RuntimeError("broken")
+
+    install = kind.install
+    monkeypatch.setattr(kind, "install", fail)
+    model = with_lora(tiny_llama(num_hidden_layers=3, intermediate_size=32))
+    model.save_pretrained = own = model.push_to_hub
+    engine, before = Members(model, core_of(model), select(model)), hooks_of(model)
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.install()
+    assert hooks_of(model) == before
+    assert vars(model)["save_pretrained"] is own
+    with pytest.raises(ValueError, match="this BayesianModel was detached"):
+        engine.require_attached()

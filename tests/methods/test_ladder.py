@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hf_bayes import LaplaceConfig, MAPConfig, SGHMCConfig, sample
-from hf_bayes.core.types import HeldOut
 from hf_bayes.methods import ladder
 from hf_bayes.methods.registry import from_dict
 from hf_bayes.training.checks.rows import require_all_chains
@@ -88,9 +87,9 @@ def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     """Check chains that find their own step size. The score is planted: another one chooses another rung."""
     asked: list[Tensor] = []
 
-    def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
-        assert what.num_members is not None
-        assert 4 <= what.num_members <= 8
+    def planted(self: Any, theta: Tensor, part: str, *, num_members: int | None) -> tuple[float, None]:
+        assert num_members is not None
+        assert 4 <= num_members <= 8
         asked.append(theta.clone())
         return (0.0 if len(asked) - 1 == best else 1.0), None
 
@@ -131,7 +130,7 @@ def test_a_lost_chain_goes_back_to_its_warm_start(
     caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
     asked: list[Tensor] = []
 
-    def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
+    def planted(self: Any, theta: Tensor, part: str, *, num_members: int | None) -> tuple[float, None]:
         asked.append(theta.clone())
         return 1.0, None
 
@@ -154,8 +153,8 @@ def test_the_rest_of_the_run_has_the_chosen_settings(
     """The held-out score is planted: another one chooses another rung."""
     asked = []
 
-    def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
-        asked.append((len(theta), what.part, what.num_members))
+    def planted(self: Any, theta: Tensor, part: str, *, num_members: int | None) -> tuple[float, None]:
+        asked.append((len(theta), part, num_members))
         return (0.0 if len(asked) - 1 == best else 1.0), None
 
     monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes import SGHMCConfig
-from hf_bayes.core.types import HeldOut, HeldOutByRow
-from hf_bayes.diagnostics.comparison import RowScores
+from hf_bayes.core.types import RowScores
 from hf_bayes.methods import ladder
 from tests.methods.ladder_runs import WARM, Watch, config, trainer
 
@@ -29,15 +28,16 @@ def scores(mean: float, std: float = 0.0) -> RowScores:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, choice: Any, review: Any) -> None:
-    """Plant the scores of a choice and of a review, which are functions of the draws and the request."""
+    """Plant the scores of a choice, a function of the draws, and of a review, of the draws and the options."""
     monkeypatch.setattr(
         "hf_bayes.objectives.model_objective.ModelObjective.heldout",
-        lambda self, theta, what, gradient: (choice(theta.clone(), what), None),
+        lambda self, theta, part, num_members: (choice(theta.clone()), None),
     )
 
-    def by_row(self: Any, theta: Tensor, what: HeldOutByRow) -> list[RowScores]:
-        each_chain = what.num_groups > 1  # the search for lost chains: all are alike
-        return [scores(1.0)] * what.num_groups if each_chain else [review(theta.clone(), what)]
+    def by_row(self: Any, theta: Tensor, part: str, *, num_groups: int, num_members: int | None) -> list[RowScores]:
+        assert part == "even"
+        each_chain = num_groups > 1  # the search for lost chains: all are alike
+        return [scores(1.0)] * num_groups if each_chain else [review(theta.clone(), num_members)]
 
     monkeypatch.setattr("hf_bayes.objectives.heldout.HeldOutRows.by_row", by_row)
 
@@ -58,13 +58,12 @@ def test_a_temperature_falls_when_a_lower_one_becomes_better(
     temperatures = [1.0, 0.25, 0.04, 1e-4]
     choice: list[Tensor] = []
 
-    def planted_choice(theta: Tensor, what: HeldOut) -> float:
+    def planted_choice(theta: Tensor) -> float:
         choice.append(theta)
         return float(len(choice))
 
-    def planted_review(theta: Tensor, what: HeldOutByRow) -> RowScores:
-        assert what.part == "even"
-        assert (what.num_members is None) == (len(run.run.draws) == 4)  # at the end nothing is extrapolated
+    def planted_review(theta: Tensor, num_members: int | None) -> RowScores:
+        assert (num_members is None) == (len(run.run.draws) == 4)  # at the end nothing is extrapolated
         seen.append(theta)
         reviews = math.inf if falls_after is None else 2 * falls_after - 2
         return scores({0: 1.0, 1: 0.5}.get(len(seen) - 1 - reviews, 2.0 + len(seen)))
@@ -100,11 +99,11 @@ def test_chance_alone_makes_no_temperature_fall(
     """Check a difference of 0.1 nats: its standard error, std / sqrt(99), is 0.08 or 0.12."""
     count = [0]
 
-    def planted_review(theta: Tensor, what: HeldOutByRow) -> RowScores:
+    def planted_review(theta: Tensor, num_members: int | None) -> RowScores:
         count[0] += 1
         return scores(-0.1, std) if count[0] == 2 else scores(0.0)
 
-    plant(monkeypatch, lambda theta, what: 0.0, planted_review)
+    plant(monkeypatch, lambda theta: 0.0, planted_review)
     run = trainer(tmp_path, config(ladder={"temperature": [1.0, 0.25]}, **WARM), learning_rate=None)
     run.train()
     assert run.method.temperature == (0.25 if falls else 1.0)
@@ -129,7 +128,7 @@ def test_draws_that_left_a_good_place_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_choice: float, warns: bool
 ) -> None:
     """The score at the choice is planted; that of the draws, log 3 about, is their own."""
-    plant(monkeypatch, lambda theta, what: at_choice, lambda theta, what: scores(at_choice))
+    plant(monkeypatch, lambda theta: at_choice, lambda theta, num_members: scores(at_choice))
     run = trainer(tmp_path, config(ladder={"temperature": [1.0, 0.25]}, **WARM), learning_rate=None)
     run.train()
     nll = run.posterior.config.calibration["nll"]

@@ -22,7 +22,7 @@ from hf_bayes.chains.sampling import sample
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Kernel, Rule
 from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.methods.registry import METHODS, build, from_dict, with_stated_warm_start
+from hf_bayes.methods.registry import METHODS, build, from_dict, names_with, with_stated_warm_start
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests.methods.conformance import (
     MEAN,
@@ -177,6 +177,13 @@ def test_methods_that_end_in_gaussians_say_so(row: Row) -> None:
 def test_rules_and_kernels_are_all_there_is() -> None:
     for row in ROWS.values():
         assert isinstance(build(row.config, problem()), Rule | Kernel)
+
+
+def test_a_message_names_three_methods_and_where_all_are() -> None:
+    first = ", ".join(list(METHODS)[:3])
+    assert names_with(lambda needs: True) == f"such as {first}; hf_bayes.METHODS has all methods"
+    assert names_with(lambda needs: needs.allows_private_rows) == "penalty"
+    assert hf_bayes.METHODS is METHODS
 
 
 # -- building by name and config

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-import inspect
-
 import pytest
-from evaluate import EvaluationModuleInfo, Metric
+from evaluate import EvaluationModuleInfo
 
-from hf_bayes.metrics.compat import HOOKS
+from hf_bayes.core.compat import PrivateName
+from hf_bayes.metrics.compat import NAMES
 from hf_bayes.metrics.evaluate_metrics import NLL
+from tests.host_names import fault_of, label
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_evaluate_has_the_method_with_its_parameters(name: str) -> None:
-    assert tuple(inspect.signature(getattr(Metric, name)).parameters) == HOOKS[name]
+@pytest.mark.parametrize("entry", NAMES, ids=label)
+def test_evaluate_has_the_method_with_its_parameters(entry: PrivateName) -> None:
+    assert fault_of(entry) == ""
 
 
 def test_evaluate_calls_what_a_metric_overrides() -> None:

@@ -12,6 +12,7 @@ from transformers import GPT2Model
 
 from hf_bayes.core.layout import select
 from hf_bayes.members import member_sums as spread
+from hf_bayes.members.weight_methods import WeightMethods
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
@@ -156,6 +157,16 @@ def test_an_error_in_a_forward_leaves_nothing_behind(name: str) -> None:
             assert torch.equal(bayesian(**batch()).logits, expected)
         with pytest.raises(RuntimeError, match="broken"), attach(model, theta, subspace=subspace):
             broken()
+
+
+def test_an_error_while_members_are_installed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(part: WeightMethods) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(WeightMethods, "install", broken)
+    model = with_lora(tiny_llama())
+    with unchanged(model), pytest.raises(RuntimeError, match="broken"):
+        attach(model)
 
 
 @pytest.mark.parametrize("change", ["to", "bfloat16", "half"])

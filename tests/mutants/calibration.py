@@ -64,7 +64,7 @@ CALIBRATION = (
           "**_member_scores(parts, self.group)", "**_member_scores(parts.sum(-1, keepdim=True), self.group)",
           ("objectives/test_heldout.py::test_each_of_several_labels_has_a_mixture_of_its_own",)),
     Fault("members: a live model is saved and merged without them", "members/engine.py",
-          "self.weight_methods.install()", "pass",
+          "self.last_feed_forward, self.blocked, self.weight_methods]", "self.last_feed_forward, self.blocked]",
           ("members/test_weight_methods.py::test_a_peft_model_with_members_is_neither_saved_nor_merged",)),
     Fault("tuning: a second call runs everything again", "training/tuning/trials.py",
           "found = self._record.find(candidate.name, gradients)", "found = None",

@@ -151,7 +151,7 @@ FAULTS = (
           "torch.add(grad_log_lik, grad_log_prior, alpha=2 * weight)",
           ("methods/variational/test_mean_field.py::test_temper_says_whether_the_prior_is_tempered",)),
     Fault("mean_field: the entropy without T", "methods/variational/mean_field.py",
-          "mul_(std).div_(self.temperature).sub_(1)", "mul_(std).sub_(1).div_(self.temperature)",
+          "mul_(std).div_(config.temperature).sub_(1)", "mul_(std).sub_(1).div_(config.temperature)",
           ("methods/variational/test_mean_field.py::test_a_diagonal_gaussian_is_recovered_to_one_percent[0.5]",)),
     Fault("mean_field: the slope is learnt with the wrong sign", "methods/variational/mean_field.py",
           "slope.add(correlated", "slope.sub(correlated",
@@ -324,7 +324,7 @@ FAULTS = (
           "            undo.callback(bayesian.detach)", "            undo.callback(bayesian.eval)",
           ("models/loading/test_posterior.py::test_a_refused_load_gives_the_base_back_unchanged[no such prediction]",)),
     Fault("a detached model counts as attached", "members/engine.py",
-          "        self.attached = False\n        for item", "        for item",
+          "        self.attached = False\n        for part", "        for part",
           ("models/test_detached.py::test_a_detached_language_model_refuses[forward]",)),
     # -- Gaussians, Hamiltonian Monte Carlo, energies of users
     Fault("factor copied for every row", "distributions/covariance/full.py",

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hf_bayes.core.types import AllRows
 from hf_bayes.objectives.data_access import DataAccess
 from tests.objectives.classifier import CHAINS, brute_force, classifier, rows, theta_near
 
@@ -26,7 +25,7 @@ def _parts(numbers: list[int]) -> list[list[int]]:
 def test_it_is_the_sum_over_rows_for_chains_with_own_batches() -> None:
     objective = classifier(shared=False, data=DataAccess(by_number, 40))
     theta = theta_near(objective)
-    found = objective.data_pass(theta, AllRows(), gradient=True)
+    found = objective.full_gradient(theta)
     expected = brute_force(objective, theta, [DATA])[1]
     torch.testing.assert_close(found, 100 / 40 * expected, rtol=1e-4, atol=1e-4)
     assert not objective.shared
@@ -37,10 +36,10 @@ def test_updates_have_it_as_their_mean() -> None:
     theta = theta_near(objective)
     updates = [by_number(range(start, start + 8)) for start in range(0, 40, 8)]
     grads = torch.stack([objective.evaluate(theta, list(update)).grad_log_lik for update in updates])
-    found = objective.data_pass(theta, AllRows(), gradient=True)
+    found = objective.full_gradient(theta)
     torch.testing.assert_close(found, grads.mean(0), rtol=1e-4, atol=1e-4)
 
 
 def test_there_is_none_without_rows_by_number() -> None:
     objective = classifier()
-    assert objective.data_pass(torch.zeros(CHAINS, 1), AllRows(), gradient=True) is None
+    assert objective.full_gradient(torch.zeros(CHAINS, 1)) is None

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.core.types import AllRows
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.covariance import Full
 from hf_bayes.distributions.energy import GaussianPrior
@@ -33,7 +32,7 @@ def exact(objective: ModelObjective) -> Gaussian:
     theta = objective.model.theta.detach()[:1].clone()
     for _ in range(10):
         covariance = curved(objective, theta)
-        gradient = objective.data_pass(theta, AllRows(), gradient=True) - theta / STD**2
+        gradient = objective.full_gradient(theta) - theta / STD**2
         theta = theta + covariance.product(gradient)
     return Gaussian(theta, (curved(objective, theta),))
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes.core.types import HeldOut, HeldOutByRow
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.heldout import HeldOutRows
 from hf_bayes.uncertainty.custom.weighted import Weighted
@@ -32,19 +31,19 @@ def test_gradient_of_held_out_nats_is_that_of_finite_differences(family: str, pa
         rng = torch.Generator().manual_seed(0)
         mean = model.theta.detach()[0].cpu()
         draws = mean + 0.3 * torch.randn(4, len(mean), generator=rng, dtype=torch.float64)
-        nats, grad = ask(draws, HeldOut(rows), gradient=True)
+        nats, grad = ask.of_mixture(draws, rows, gradient=True)
         assert grad is not None
-        assert ask(draws, HeldOut(rows), gradient=False) == (pytest.approx(nats, abs=1e-12), None)
+        assert ask.of_mixture(draws, rows) == (pytest.approx(nats, abs=1e-12), None)
         direction = torch.randn(draws.shape, generator=rng, dtype=torch.float64)
 
         def along(step: float) -> float:
-            return ask(draws + step * direction, HeldOut(rows), gradient=False)[0]
+            return ask.of_mixture(draws + step * direction, rows)[0]
 
         slope = (8 * (along(1e-4) - along(-1e-4)) - along(2e-4) + along(-2e-4)) / 12e-4
         expected = float((grad * direction).sum())
         # a stencil of fourth order with steps of 1e-4; Llama-like models compute norms in float32, these do not
         assert slope == pytest.approx(expected, rel=1e-6)
-        each = [ask(draws[k : k + 1], HeldOut(rows), gradient=True)[1] for k in range(4)]
+        each = [ask.of_mixture(draws[k : k + 1], rows, gradient=True)[1] for k in range(4)]
         alone = float((torch.cat([g for g in each if g is not None]) / 4 * direction).sum())
         assert abs(alone / slope - 1) > 1e-4  # the twin: the mean of members' nats is not the mixture's
 
@@ -58,7 +57,7 @@ def test_the_nats_of_more_members_are_estimated_from_fewer() -> None:
         draws = mean + 0.1 * torch.randn(64, len(mean), generator=rng, dtype=torch.float64)
 
         def nats(draws: torch.Tensor, members: int | None = None) -> float:
-            return ask(draws, HeldOut("all", members), gradient=False)[0]
+            return ask.of_mixture(draws, "all", num_members=members)[0]
 
         whole = nats(draws)
         parts = draws.split(4)
@@ -80,17 +79,17 @@ def test_the_scores_of_rows_add_up_to_the_mixtures(family: str, part: str, task:
         def ask(mesh: Any = None) -> HeldOutRows:
             return HeldOutRows(model, made.batches(2), len(made.rows), mesh=mesh, hide=True)
 
-        found = ask().by_row(draws, HeldOutByRow("even", num_groups=2))
+        found = ask().by_row(draws, "even", num_groups=2)
         for group, scores in enumerate(found):
-            nats, _ = ask()(draws[3 * group : 3 * group + 3], HeldOut("even"), gradient=False)
+            nats, _ = ask().of_mixture(draws[3 * group : 3 * group + 3], "even")
             assert scores.nll.sum() / scores.terms.sum() == pytest.approx(nats, abs=1e-12)
             assert len(scores.nll) == -(-len(made.rows) // 2)
-        for group, scores in enumerate(ask().by_row(draws, HeldOutByRow("all", num_groups=2, num_members=64))):
-            nats, _ = ask()(draws[3 * group : 3 * group + 3], HeldOut("all", 64), gradient=False)
+        for group, scores in enumerate(ask().by_row(draws, "all", num_groups=2, num_members=64)):
+            nats, _ = ask().of_mixture(draws[3 * group : 3 * group + 3], "all", num_members=64)
             assert scores.nll.sum() / scores.terms.sum() == pytest.approx(nats, abs=1e-12)
-        alone = [ask().by_row(draws[:1], HeldOutByRow(part))[0].nll for part in ("all", "even")]
+        alone = [ask().by_row(draws[:1], part)[0].nll for part in ("all", "even")]
         assert alone[0][::2] == pytest.approx(alone[1], abs=1e-12)  # the order of the rows
-        shares = [ask(OneOfTwo(rank)).by_row(draws[:1], HeldOutByRow("all"))[0] for rank in range(2)]
+        shares = [ask(OneOfTwo(rank)).by_row(draws[:1], "all")[0] for rank in range(2)]
         assert shares[0].nll + shares[1].nll == pytest.approx(alone[0], abs=1e-12)
         assert (shares[0].terms * shares[1].terms == 0).all()  # before their sum over processes
 
@@ -119,11 +118,11 @@ def test_each_of_several_labels_has_a_mixture_of_its_own(weighted: bool) -> None
         direction = torch.randn(draws.shape, generator=rng, dtype=torch.float64)
         with model.showing(draws), torch.no_grad():
             statistics, _ = model.evaluate_batch(rows)
-        nats, grad = ask(draws, HeldOut("all"), gradient=True)
-        (scores,) = ask.by_row(draws, HeldOutByRow("all"))
+        nats, grad = ask.of_mixture(draws, "all", gradient=True)
+        (scores,) = ask.by_row(draws, "all")
 
         def along(step: float) -> float:
-            return ask(draws + step * direction, HeldOut("all"), gradient=False)[0]
+            return ask.of_mixture(draws + step * direction, "all")[0]
 
         slope = (8 * (along(1e-4) - along(-1e-4)) - along(2e-4) + along(-2e-4)) / 12e-4
     assert nats == pytest.approx(float(statistics["nll"].mean()), rel=1e-12)

@@ -153,12 +153,14 @@ def test_a_natural_gradient_takes_its_rate_from_the_length() -> None:
     assert settle(IVONConfig(), 0.2, 400, None).learning_rate == 0.2
 
 
-def test_the_message_lists_the_methods_that_find_a_rate() -> None:
-    with pytest.raises(ValueError, match=r"With their defaults, .* find one themselves") as caught:
+def test_the_message_names_methods_that_find_a_rate() -> None:
+    with pytest.raises(
+        ValueError, match=r"a method that finds one itself \(such as .*; hf_bayes\.METHODS has"
+    ) as caught:
         settle(HMCConfig(), None, 1000, None)
-    listed = str(caught.value).split("defaults, ")[1].removesuffix(" find one themselves").split(", ")
-    finds = ("whitening", "range_test", "from_length")
-    assert listed == [name for name, kind in METHODS.items() if kind().requirements.learning_rate in finds]
+    named = str(caught.value).split("such as ")[1].split(";")[0].split(", ")
+    assert len(named) == 3
+    assert {METHODS[name]().requirements.learning_rate for name in named} <= {"whitening", "range_test", "from_length"}
 
 
 def test_a_sampler_with_a_schedule_asks_for_its_peak() -> None:

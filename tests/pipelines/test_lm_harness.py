@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from hf_bayes import Posterior, pipeline
-from hf_bayes.models.compat import HOOKS
 from tests.cli.commands.conftest import posterior  # noqa: F401 - a fixture
 from tests.pipelines.harness_task import DOCUMENTS, write_tasks
 from tests.tiny_models import TEXTS
@@ -55,15 +53,6 @@ def test_a_text_has_the_sum_of_its_tokens(posterior: str) -> None:  # noqa: F811
     records = pipeline(model=posterior).score(["<s>" + text for text in TEXTS[:2]])
     wanted = [record["uncertainty"]["sequence_logprob_tokenwise"] for record in records]
     assert found == pytest.approx(wanted, rel=1e-6)
-
-
-def test_lm_eval_has_the_hooks_of_the_list() -> None:
-    from lm_eval.models.huggingface import HFLM
-
-    hooks = [hook for hook in HOOKS if hook.owner == f"{HFLM.__module__}.{HFLM.__name__}"]
-    assert [hook.name for hook in hooks] == ["_loglikelihood_tokens"]
-    for hook in hooks:
-        assert tuple(inspect.signature(getattr(HFLM, hook.name)).parameters)[1:] == hook.parameters
 
 
 def test_the_sum_over_windows_is_that_of_the_model_hf(posterior: str) -> None:  # noqa: F811

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.posteriors.compat import GENERATION_CONFIG
 from hf_bayes.posteriors.custom_generate import as_draws, export_custom_generate, generate_file
+from hf_bayes.posteriors.file_formats import GENERATION_CONFIG
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from tests.faults.posteriors import draws

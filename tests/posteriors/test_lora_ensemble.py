@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import select
-from hf_bayes.posteriors.compat import ADAPTER_CONFIG
+from hf_bayes.posteriors.file_formats import ADAPTER_CONFIG
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from tests.faults import posteriors

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_bayes.core.layout import initial, select
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.posteriors import storage
-from hf_bayes.posteriors.compat import ADAPTER_CONFIG
+from hf_bayes.posteriors.file_formats import ADAPTER_CONFIG
 from hf_bayes.posteriors.posterior import Posterior
 from tests import tiny_models as models
 from tests.faults import posteriors

@@ -38,11 +38,11 @@ class Stream(IterableDataset):
         yield from runs.token_rows(30)
 
 
-def deaf(rows: HeldOutRows, theta: Tensor, what: Any, *, gradient: bool, call: Any = HeldOutRows.__call__) -> Any:
+def deaf(rows: HeldOutRows, theta: Tensor, part: str, *, call: Any = HeldOutRows.of_mixture, **options: Any) -> Any:
     """Evaluate held-out rows with the sum over processes left out: each process returns the sum over its own rows."""
     rows.mesh = copy.copy(rows.mesh)
     rows.mesh.sum_over_data = lambda tensor: tensor
-    return call(rows, theta, what, gradient=gradient)
+    return call(rows, theta, part, **options)
 
 
 class Worker:
@@ -209,9 +209,9 @@ class Worker:
                 prior_std=1.0,
                 init_jitter=0.1,
             )
-            for name, call in (("heldout", HeldOutRows.__call__), ("deaf_heldout", deaf)):
+            for name, call in (("heldout", HeldOutRows.of_mixture), ("deaf_heldout", deaf)):
                 if name == "heldout" or chains == 1:
-                    with unittest.mock.patch.object(HeldOutRows, "__call__", call):
+                    with unittest.mock.patch.object(HeldOutRows, "of_mixture", call):
                         trainer = self.trainer(
                             f"{name}{chains}", method, data_size=size, per_device_train_batch_size=4,
                             eval_dataset=heldout,

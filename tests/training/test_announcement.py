@@ -15,7 +15,7 @@ from hf_bayes import HMCConfig, MAPConfig, MCDropoutConfig, MeanFieldConfig, SGH
 from hf_bayes.training import announcement
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce, rows_vary
-from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.trainer_host import TrainerHost
 from tests import runs
 from tests.runs import token_rows
 from tests.tiny_models import tiny_llama, with_lora

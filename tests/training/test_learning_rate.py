@@ -26,3 +26,12 @@ def test_schedules_of_transformers_drive_the_step_size(tmp_path):
     laws = [entry["kinetic_temperature_law/chain_0"] for entry in trainer.state.log_history if "loss" in entry]
     # beta_t = 1 - (1 - beta) sqrt(l_t / l_0): friction is fixed
     assert laws[2] == pytest.approx(2 / (2 - 0.1 * math.sqrt(0.5)), rel=1e-6)
+
+
+@pytest.mark.parametrize(("lr_end", "step"), [(-0.01, 5), (-1.0, 2)])
+def test_a_rate_outside_0_and_its_peak_is_refused(tmp_path, lr_end, step):
+    schedule = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": lr_end}}
+    trainer = runs.trainer(tmp_path, SGHMCConfig(), max_steps=6, **schedule)
+    with pytest.raises(ValueError, match=rf"at step {step}: it must stay within 0 and learning_rate=0\.01, the peak"):
+        trainer.train()
+    assert trainer.active is None

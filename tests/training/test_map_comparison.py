@@ -13,8 +13,8 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training import map_comparison
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.map_comparison import compare, map_of_run
+from hf_bayes.training.trainer_host import TrainerHost
 from tests import runs
 from tests.methods import ladder_runs
 

@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM, default_data_collator, set_seed
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, SGHMCConfig, attach
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.prepared_model import prepared, unit_of
+from hf_bayes.training.trainer_host import TrainerHost
 from tests import runs
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
 from tests.training.trained import require_loaded_and_resumed

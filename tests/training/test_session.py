@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
+from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.training.trainer import BayesianTrainer
 from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
 from tests import runs
@@ -50,11 +52,11 @@ def classifier(folder: Path, method: Any = HELDOUT, **changes: Any) -> BayesianT
     return runs.trainer(folder, method, model=tiny_bert(num_labels=3, hidden_size=4), **given)
 
 
-def regressor(folder: Path, **changes: Any) -> BayesianTrainer:
+def regressor(folder: Path, method: Any = SGHMC, **changes: Any) -> BayesianTrainer:
     """Return a trainer with a likelihood that fails on the first rows."""
     rows = [{**row, "label": float(row["label"])} for row in runs.label_rows(4)]
     given = {"train": rows, "subspace": "last_layer", "likelihood": OneSum(), **changes}
-    return runs.trainer(folder, SGHMC, model=tiny_bert(num_labels=1), **given)
+    return runs.trainer(folder, method, model=tiny_bert(num_labels=1), **given)
 
 
 def without_rows(folder: Path) -> BayesianTrainer:
@@ -215,3 +217,74 @@ def test_mixed_documents_are_refused_before_the_first_update(
     assert not begun
     assert trainer.active is None
     assert "likelihood terms" in caplog.text  # the run was announced
+
+
+# -- the schedule ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("cosine", {"nonsense": 1}, r"lr_scheduler_kwargs=.*nonsense.* do not fit"),
+        ("polynomial", {"lr_end": -0.01}, "gives a learning rate of -.* at step 5: it must stay within 0 and"),
+    ],
+)
+def test_a_refused_schedule_keeps_the_posterior_before_it(
+    tmp_path: Path, begun: list[int], kind: str, settings: dict[str, Any], message: str
+) -> None:
+    trainer = runs.trainer(tmp_path, SGHMC)
+    trainer.train()
+    posterior, active, num_begun = trainer.posterior, trainer.active, len(begun)
+    trainer.args.lr_scheduler_type, trainer.args.lr_scheduler_kwargs = kind, settings
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.posterior is posterior
+    assert trainer.active is active
+    assert len(begun) == num_begun
+
+
+# -- the trial of learning rates ---------------------------------------------------------------------------------------
+
+
+LATER = 9.0
+
+
+@dataclass(frozen=True)
+class Failing(OneSum):
+    """A likelihood that fails at a label which the first rows do not have."""
+
+    name: ClassVar[str] = "failing"
+
+    def log_prob(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        if bool((labels == LATER).any()):
+            raise ZeroDivisionError("in a likelihood")
+        return -(labels - outputs[..., 0]).square()
+
+
+def state_of(model: BayesianModel) -> dict[str, Any]:
+    """Return what a run may change in a model: its values, flags, modes, hooks, and how it predicts."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return {
+        "values": {name: value.tolist() for name, value in model.state_dict().items()},
+        "flags": [(value.requires_grad, value.grad) for value in model.parameters()],
+        "modules": [
+            (module.training, "forward" in vars(module), *(list(getattr(module, name).values()) for name in hooks))
+            for module in model.modules()
+        ],
+        "predicts": (model.likelihood, model.predictor, model.members_per_pass, model.calibrated),
+        "shown": dict(vars(model.current_members)),
+        "statistics": model.members.context.batch_statistics,
+        "members": (model.members.context.num_members, model.members.context.tensors),
+    }
+
+
+def test_an_error_in_the_trial_of_rates_gives_the_model_back(tmp_path: Path, begun: list[int]) -> None:
+    rows = [{**row, "label": 0.0 if number < 2 else LATER} for number, row in enumerate(runs.label_rows(20))]
+    given = {"train": rows, "likelihood": Failing(), "learning_rate": None, "max_steps": 200}
+    trainer = regressor(tmp_path, MAPConfig(), **given)
+    before = state_of(trainer.bayesian)
+    with pytest.raises(ZeroDivisionError, match="in a likelihood") as caught:
+        trainer.train()
+    assert any(entry.name == "range_test" for entry in caught.traceback)
+    assert state_of(trainer.bayesian) == before
+    assert not begun

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from hf_bayes import (
     SGHMCConfig,
 )
 from hf_bayes.models.preferences import BayesianModelForPreferences
-from hf_bayes.training import dpo_compat
+from hf_bayes.training.dpo_reference import StandIn
 from tests.tiny_models import tiny_llama
 from tests.training.preference_rows import IMPLICIT, MESSAGES, PLAIN, tokenizer
 
@@ -254,7 +253,7 @@ def test_a_base_given_by_name_is_loaded_once(tmp_path: Path) -> None:
     tokenizer().save_pretrained(base)
     kwargs = {"processing_class": None, "peft_config": LoraConfig(**LORA)}
     run = bayesian(tmp_path / "run", base, EnsembleConfig(num_chains=2), kwargs=kwargs, learning_rate=1e-2)
-    assert isinstance(run.ref_model, dpo_compat.StandIn)
+    assert isinstance(run.ref_model, StandIn)
     assert not list(run.ref_model.parameters())
     assert "forward" not in vars(run.bayesian)
     run.train()
@@ -280,13 +279,3 @@ def test_a_base_given_by_name_is_loaded_once(tmp_path: Path) -> None:
 def test_what_would_change_the_likelihood_is_refused(tmp_path: Path, changes: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         bayesian(tmp_path, tiny_llama(), kwargs={"peft_config": LoraConfig(**LORA)}, **changes)
-
-
-def test_the_installed_trl_has_the_names_that_are_used(tmp_path: Path) -> None:
-    from trl import DPOTrainer
-
-    assert set(dpo_compat.PARAMETERS) <= inspect.signature(DPOTrainer.__init__).parameters.keys()
-    for name, parameters in dpo_compat.METHODS.items():
-        assert tuple(inspect.signature(getattr(DPOTrainer, name)).parameters) == parameters
-    source = inspect.getsource(DPOTrainer)
-    assert all(f"self.{name}" in source for name in dpo_compat.ATTRIBUTES)

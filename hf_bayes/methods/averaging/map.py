@@ -23,7 +23,7 @@ from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import spare_generators
 from hf_bayes.core.types import (
     Approximation,
-    DataPass,
+    DataPasses,
     EarlyPass,
     Evaluate,
     Evaluation,
@@ -191,20 +191,20 @@ def warm_start(
 
 def _early_pass_of(early_pass: EarlyPass) -> EarlyPass:
     """Return an early pass of the rule, for the state with the optimiser's fields."""
-    return lambda state, data_pass: with_inner(state, early_pass(inner_state(state), data_pass))
+    return lambda state, passes: with_inner(state, early_pass(inner_state(state), passes))
 
 
 def _end_of(
     rule: Rule[Any],
-) -> tuple[Callable[[Any, Tensor], Approximation], Callable[[Any, Tensor, DataPass], FinalPassResult] | None]:
+) -> tuple[Callable[[Any, Tensor], Approximation], Callable[[Any, Tensor, DataPasses], FinalPassResult] | None]:
     """Return ``finish`` and ``final_pass`` of the rule, for the state with the optimiser's fields."""
 
     def finish(state: Any, draws: Tensor) -> Approximation:
         return rule.finish(inner_state(state), draws)
 
-    def final_pass(state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
+    def final_pass(state: Any, draws: Tensor, passes: DataPasses) -> FinalPassResult:
         assert rule.final_pass is not None
-        return rule.final_pass(inner_state(state), draws, data_pass)
+        return rule.final_pass(inner_state(state), draws, passes)
 
     return finish, None if rule.final_pass is None else final_pass
 

@@ -23,10 +23,9 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import (
-    DataPass,
+    DataPasses,
     Evaluation,
     FinalPassResult,
-    HeldOut,
     Info,
     Problem,
     Rngs,
@@ -213,19 +212,19 @@ class LaplaceConfig(MethodConfig):
             )
             return Draws.from_chains(draws[:, -1:])
 
-        def final_pass(state: MAPState, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
-            return self.final_pass(draws[:, -1], data_pass, problem)
+        def final_pass(state: MAPState, draws: Tensor, passes: DataPasses) -> FinalPassResult:
+            return self.final_pass(draws[:, -1], passes, problem)
 
         return Rule(begin, locate_at_theta, update, finish, final_pass, fits_given_points=True)
 
-    def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
+    def final_pass(self, theta: Tensor, passes: DataPasses, problem: Problem) -> FinalPassResult:
         """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""
-        found = self.around(theta, data_pass, problem)
+        found = self.around(theta, passes, problem)
         if fallbacks := found.report["laplace"][0].get("diagonal"):  # the same tensors in all chains
             warnings.warn(diagonal_warning(fallbacks, self.structure, problem.shapes))
         return found
 
-    def around(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
+    def around(self, theta: Tensor, passes: DataPasses, problem: Problem) -> FinalPassResult:
         """Return the mixture of Gaussians around the rows of ``theta`` [M, d], without the warnings of ``final_pass``.
 
         Raises:
@@ -233,7 +232,7 @@ class LaplaceConfig(MethodConfig):
         """
         check_fits(problem, self.name, fit_prior=self.fit_prior, fit_noise=self.fit_noise)
         spec = self.spec.exact_if_free(problem.most_terms, problem.root_columns, problem.lacks)
-        results: list[PassResult] = [data_pass(row, spec, gradient=self.check_gradient) for row in theta]
+        results: list[PassResult] = [passes.curvature(row, spec, gradient=self.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}
         if self.fit_noise:
             assert problem.noise_std is not None
@@ -250,7 +249,7 @@ class LaplaceConfig(MethodConfig):
                 count=problem.num_data * problem.root_columns,
             )
         if self.fit_prior == "heldout":
-            fitted, more["heldout_nll"] = self._by_heldout(theta, results, data_pass, problem)
+            fitted, more["heldout_nll"] = self._by_heldout(theta, results, passes, problem)
         covariances, notes = [], []
         for row, found in zip(theta, results, strict=True):
             covariance, note = self._around(row, found, problem, fitted)
@@ -259,7 +258,7 @@ class LaplaceConfig(MethodConfig):
         return FinalPassResult(Gaussian(theta, tuple(covariances)), {"laplace": notes}, noise_std)
 
     def _by_heldout(
-        self, theta: Tensor, results: Sequence[PassResult], data_pass: DataPass, problem: Problem
+        self, theta: Tensor, results: Sequence[PassResult], passes: DataPasses, problem: Problem
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the prior precision [d], and a report."""
         _, given = prior_moments(problem.prior, theta[0])
@@ -272,8 +271,7 @@ class LaplaceConfig(MethodConfig):
             return temper_draws(curvature, precision, noise, temperature=self.temperature, what=self.temper)
 
         def score(theta: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
-            nats, found = data_pass(theta, HeldOut(part), gradient=gradient)
-            return nats, found
+            return passes.heldout(theta, part, gradient=gradient)
 
         split = self.requirements.heldout == "split"
         return fit_by_heldout(theta, given.diagonal, index, deviations, score, split=split, seed=problem.seed)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from hf_bayes.core.joined_states import inner_state, joined_state
 from hf_bayes.core.rng import randn, spare_generators
-from hf_bayes.core.types import AllRows, DataPass, Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
+from hf_bayes.core.types import DataPasses, Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
@@ -170,11 +170,11 @@ class WhitenedSampler:
         own = Whitening(theta.new_zeros(rows, self.roots.size), *numbers, *laplace_trial.begin(theta), *path)
         return _joined(theta, own, self.sampler.init(zeros, spare_generators(rngs)))
 
-    def find_root(self, state: Any, data_pass: DataPass) -> Any:
+    def find_root(self, state: Any, passes: DataPasses) -> Any:
         """Return the state with S of every chain."""
         packed = []
         for theta in state.theta:
-            curvature = data_pass(theta, self.spec, gradient=False).curvature
+            curvature = passes.curvature(theta, self.spec, gradient=False).curvature
             precision = precision_of(self.problem.prior, curvature.diagonal)
             packed.append(self.roots.pack(temper(curvature, precision, temperature=1.0, what="posterior")))
         return state._replace(root=torch.stack(packed).to(state.theta))
@@ -187,12 +187,12 @@ class WhitenedSampler:
         origin: Tensor = state.origin
         return origin if bool(_choice(state).anchored.any()) else None
 
-    def choose(self, state: Any, data_pass: DataPass) -> Any:
+    def choose(self, state: Any, passes: DataPasses) -> Any:
         """Return the state at the start that the trial has chosen, with the step size."""
         found = laplace_trial.choose(_trial(state), self._allowed / MAX_STEP**2)
         all_rows = None
         if bool(found.anchored.any()):
-            all_rows = data_pass(state.origin, AllRows(), gradient=True)
+            all_rows = passes.full_gradient(state.origin)
             found = laplace_trial.without_anchor(found) if all_rows is None else found
         move = self.roots.product(state.root, state.direction)
         return state._replace(

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import generator
-from hf_bayes.core.types import DataPass, FinalPassResult, HeldOutByRow, Problem, Rule
-from hf_bayes.diagnostics.comparison import RowScores
+from hf_bayes.core.types import DataPasses, FinalPassResult, Problem, RowScores, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.variational.lora_coordinates import Coordinates, canonical
@@ -82,19 +81,19 @@ class TrainingFreeConfig(MAPConfig):
     def build(self, problem: Problem) -> Rule[Any]:
         rule = super().build(problem)
 
-        def final_pass(state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
-            return self.final_pass(draws[:, -1], data_pass, problem)
+        def final_pass(state: Any, draws: Tensor, passes: DataPasses) -> FinalPassResult:
+            return self.final_pass(draws[:, -1], passes, problem)
 
         return rule._replace(final_pass=final_pass, fits_given_points=True)
 
-    def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
+    def final_pass(self, theta: Tensor, passes: DataPasses, problem: Problem) -> FinalPassResult:
         """Return the Gaussians around the rows of ``theta`` [M, d], and a report.
 
         Raises:
             ValueError: as ``canonical``.
         """
         found = canonical(theta.cpu(), problem.shapes)
-        search = _Search(self, found, data_pass, problem.seed)
+        search = _Search(self, found, passes, problem.seed)
         factors, num_passes = torch.ones(len(found.layers)), 1
         if self.scales == "layer" and len(found.layers) > 1:
             factors, num_passes = search.factors(), 2
@@ -134,13 +133,13 @@ class _Search(NamedTuple):
     Attributes:
         config: the method.
         coordinates: the weights and the noise of A' at sigma = 1.
-        data_pass: the passes over held-out rows.
+        passes: the passes over held-out rows.
         seed: the seed of a posterior's members.
     """
 
     config: TrainingFreeConfig
     coordinates: Coordinates
-    data_pass: DataPass
+    passes: DataPasses
     seed: int
 
     def gaussian(self, factors: Tensor, width: float) -> Gaussian:
@@ -155,8 +154,7 @@ class _Search(NamedTuple):
 
     def scores(self, theta: Tensor, num_groups: int = 1) -> list[RowScores]:
         """Return the scores of groups of draws [M, d]."""
-        found: list[RowScores] = self.data_pass(theta, HeldOutByRow("all", num_groups), gradient=False)
-        return found
+        return self.passes.heldout_by_row(theta, "all", num_groups=num_groups)
 
     def factors(self) -> Tensor:
         """Return the ratios f_l [L] of the layers' scales to the common one, with a geometric mean of 1.

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
+from hf_bayes.core.types import RowScores
+from hf_bayes.diagnostics.comparison import difference_std_error
 
 FACTOR = 4.0
 """The ratio of two widths of the search, until one of them passes and one fails."""

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bayes.members.compat.transformers import attention_of
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.compat import attention_of
 from hf_bayes.uncertainty.likelihoods import IGNORE
 
 

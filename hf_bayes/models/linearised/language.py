@@ -18,11 +18,11 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.members.compat.transformers import attention_of
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.members.quantised import foreign_linears, maps_one_tensor
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.compat import attention_of
 from hf_bayes.models.linearised.output_covariance import JACOBIAN_BUDGET, head_covariance
 from hf_bayes.models.linearised.outputs import Outputs, linear_head
 from hf_bayes.uncertainty.likelihoods import widened

@@ -4,7 +4,7 @@ J [C, d] is the Jacobian of a row's outputs at the mean. The live model shows th
 parameters are a linear head, J is the head's input and nothing is differentiated. Otherwise there is a backward pass
 for each output, in which hooks read the input and the output gradient of every layer (``layer_covariance``).
 
-A language model has too many outputs for J, one for each word at each position: see ``linearised_lm``.
+A language model has too many outputs for J, one for each word at each position: see ``linearised.language``.
 """
 
 from __future__ import annotations

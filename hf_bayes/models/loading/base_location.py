@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from hf_bayes.core.layout import modules_of
+from hf_bayes.posteriors.compat import is_repo_id
 from hf_bayes.posteriors.hub import DOWNLOAD, is_local, is_place
 from hf_bayes.posteriors.posterior import Posterior
 
@@ -50,6 +52,18 @@ def locate(
     if not is_given and is_local(name) and not os.path.isdir(name):
         raise FileNotFoundError(_missing(posterior, name))
     return name, hub if is_given else {**hub, "revision": recorded["revision"] or "main"}
+
+
+def cached_commit(name: str) -> str | None:
+    """Return the commit of a repository's main branch in the Hub's cache; None for a folder, and without a cache.
+
+    A loaded model does not know its commit. For a model that was loaded from the main branch it is this one. A model of
+    another branch has other weights: their fingerprint refuses the wrong ones when a posterior is loaded.
+    """
+    if not is_repo_id(name) or os.path.isdir(name):
+        return None
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.core.layout import Layout, modules_of
 from hf_bayes.posteriors import lora_config
-from hf_bayes.posteriors.compat import MODEL_PREFIX as PREFIX
+from hf_bayes.posteriors.file_formats import MODEL_PREFIX as PREFIX
 from hf_bayes.posteriors.tasks import PEFT_TASK_TYPES as TASKS
 
 _WRAPPERS = (".base_layer", ".original_module")

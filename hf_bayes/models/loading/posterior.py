@@ -140,8 +140,9 @@ def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, w
     problems = base.differences(posterior.config.base_model, base.describe(model, core, posterior.layout))
     if problems:
         raise ValueError(
-            f"{what} belongs to another base model: it has {'; '.join(problems)}. Give the right one, with all that "
-            "was done to it before training (resize_token_embeddings, merge_and_unload), as base_model= (--base_model)"
+            f"{what} belongs to another base model: it has {'; '.join(problems)}. Give the right one, of the "
+            "right revision, with all that was done to it before training (resize_token_embeddings, merge_and_unload), "
+            "as base_model= (--base_model)"
             f"{_UNCHECKED}"
         )
     if problems := base.head_differences(posterior.config.head, core.config):

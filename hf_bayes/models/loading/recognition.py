@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_bayes.models import compat
+from hf_bayes.members.compat import transformers as compat
 from hf_bayes.posteriors.tasks import SUPPORTED, TASKS, Task
 
 _FIRST = ("image_text_to_text", "audio_classification")

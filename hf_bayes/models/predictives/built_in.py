@@ -252,7 +252,7 @@ def of_head_members(
 ) -> Predictive:
     """Return the mixture of members with ``logits`` [M, ..., C] under the likelihood of a head of transformers.
 
-    Predictors call ``custom_predictives.of_members``, which takes any likelihood.
+    Predictors call ``custom.of_members``, which takes any likelihood.
 
     Args:
         temperature: of the mixture; 1 for numbers.
@@ -326,7 +326,7 @@ def of_head_gaussian(
 ) -> Predictive:
     """Return the prediction of K Gaussians of equal weights under the likelihood of a head of transformers.
 
-    Predictors call ``custom_predictives.of_gaussian``, which takes any likelihood.
+    Predictors call ``custom.of_gaussian``, which takes any likelihood.
 
     Args:
         mean: [K, ..., C].

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_bayes.core import compat
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance, LowRank
-from hf_bayes.members import compat
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.single_pass.later import Later
 from hf_bayes.models.single_pass.outer import Outer, at_draws

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.distributions.covariance import Covariance, moved
+from hf_bayes.members.compat.transformers import attention_of
 from hf_bayes.members.engine import Members
 from hf_bayes.members.stacked_module import Stacked
-from hf_bayes.models.compat import attention_of
 from hf_bayes.models.single_pass.diagonal import DiagonalSpread
 from hf_bayes.models.single_pass.drawn import draws_of, leading_columns, rank_for
 from hf_bayes.models.single_pass.factors import Factors, NoiseSources

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_bayes.members import compat
+from hf_bayes.core import compat
 from hf_bayes.members.stacked import StackedConv1D, StackedLinear, StackedLora
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.single_pass.activations import derivative

@@ -17,7 +17,7 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from hf_bayes.core.tensors import tensors_in
-from hf_bayes.posteriors.compat import SAFETENSORS_METADATA
+from hf_bayes.posteriors.file_formats import SAFETENSORS_METADATA
 from hf_bayes.posteriors.storage.json_types import has_keys, require_object
 from hf_bayes.posteriors.storage.listing import shown
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hf_bayes.posteriors.compat import CHECKPOINT_FOLDERS
+from hf_bayes.posteriors.file_formats import CHECKPOINT_FOLDERS
 from hf_bayes.posteriors.storage.formats import MAX_TEXT, decode, read_header
 from hf_bayes.posteriors.storage.listing import some
 from hf_bayes.posteriors.storage.manifest import (

@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, SchedulerType, TrainingArguments
 
 from hf_bayes.core.config import MethodConfig, check_config, check_schedules
-from hf_bayes.methods.registry import METHODS
+from hf_bayes.methods.registry import names_with
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.refusals import compiling_blocks
 from hf_bayes.posteriors.hub import is_place
@@ -110,10 +110,10 @@ def refuse_arguments(args: BayesianTrainingArguments, method: MethodConfig, mode
     _refuse_other_losses(args)
     _refuse_broken_runs(args)
     if args.private_rows and not method.requirements.allows_private_rows:
-        able = [name for name, kind in METHODS.items() if kind().requirements.allows_private_rows]
+        able = names_with(lambda needs: needs.allows_private_rows)
         raise ValueError(
             f"{method.name} does not take private_rows: its gradients are of rows that all processes share. Use a "
-            f"method that does ({', '.join(able)}), or give every process all rows"
+            f"method that does ({able}), or give every process all rows"
         )
     if kwargs.get("train_dataset") is not None:
         require_rows(kwargs["train_dataset"], args, method)

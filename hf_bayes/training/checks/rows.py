@@ -15,7 +15,7 @@ from hf_bayes.models.loading import base_model
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
 from hf_bayes.objectives.private_rows import PrivateRows
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.compat import TrainerHost, eval_sets, heldout_name
+from hf_bayes.training.trainer_host import TrainerHost, eval_sets, heldout_name
 
 _SHARED = (
     "seed", "data_seed", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",

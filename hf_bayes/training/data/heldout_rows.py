@@ -13,8 +13,8 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.checks.rows import refuse_other_heldout_rows, require_heldout
-from hf_bayes.training.compat import TrainerHost, heldout_name
 from hf_bayes.training.data.fingerprint import describe_rows
+from hf_bayes.training.trainer_host import TrainerHost, heldout_name
 
 
 class HeldOutData:

@@ -22,9 +22,9 @@ from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.private_rows import PrivateRows
 from hf_bayes.training.checks.rows import meet, refuse_other_rows, require_batches, require_rows
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data.fingerprint import describe_rows, fingerprint_rows
 from hf_bayes.training.data.streams import Stream
+from hf_bayes.training.trainer_host import TrainerHost
 
 
 class TrainingRows:

@@ -15,8 +15,8 @@ from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.batches import WholeUpdates
 from hf_bayes.objectives.data_rows import in_words
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data.fingerprint import describe_stream
+from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.uncertainty.likelihoods import refuse_labels
 
 

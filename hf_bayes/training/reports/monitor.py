@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bayes.chains.run import StepRecord
-from hf_bayes.core.types import Info, Problem
+from hf_bayes.core.types import Problem
 from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.objectives.probe import ProbeValues
 
@@ -62,45 +61,45 @@ class Monitor:
         self.sizes, self.origin, self.burn_in, self.warm_start = sizes, origin, problem.burn_in, warm_start
         self.probe, self.probe_steps = probe, probe_steps
         self.has_rates = not problem.own_step_size  # otherwise they are factors of step sizes
-        self.info: Info = {}
-        self.noise_info: Info = {}
+        self.info: Mapping[str, Tensor] = {}
+        self.noise_info: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
         self.totals: dict[str, Tensor] = {}
         self.probes: list[Tensor] = []
         self.probe_logits: list[Tensor] = []
 
     @torch.no_grad()
-    def observe(self, record: StepRecord[Any]) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Add the observations of one update."""
         self.info = record.info
         if self.has_rates and record.learning_rate is not None and record.moved and record.step > self.warm_start:
             self._observe_move(record, record.learning_rate)
         self.noise_info |= {name: record.info[name] for name in NOISE_INFO if name in record.info}
         if record.step == self.warm_start:
-            self.origin = record.state.theta.clone()
+            self.origin = record.theta.clone()
         if record.step > self.burn_in:
             for name, value in record.info.items():
                 observed = 1 / value.double() if name in RECIPROCALS else value.double()
                 self.sums[name] = self.sums.get(name, 0.0) + torch.stack([observed, torch.ones_like(observed)], 1)
         if self.probe is not None and self.probe_steps and record.step % self.probe_steps == 0:
-            values = self.probe(record.state.theta)
+            values = self.probe(record.theta)
             self.probes.append(values.log_lik.cpu())
             self.probe_logits.append(values.logits.cpu())
 
-    def _observe_move(self, record: StepRecord[Any], learning_rate: float) -> None:
-        theta = record.state.theta
+    def _observe_move(self, record: StepRecord, learning_rate: float) -> None:
+        theta = record.theta
         if "unmoved" not in self.totals:
             self.totals["unmoved"] = (theta == record.before).double().mean(1)
         self._add("rates", torch.full((len(theta),), learning_rate, dtype=torch.float64, device=theta.device))
         if record.step > self.burn_in:
-            self._observe_momentum(record.state, record.info)
+            self._observe_momentum(record)
 
-    def _observe_momentum(self, state: Any, info: Info) -> None:
-        """Add the kinetic temperature of a state with a momentum of unit mass, where the update has its law."""
-        law = info.get("kinetic_temperature_law")
-        if law is None or not hasattr(state, "momentum"):
+    def _observe_momentum(self, record: StepRecord) -> None:
+        """Add the kinetic temperature of a momentum of unit mass, where the update has its law."""
+        law = record.info.get("kinetic_temperature_law")
+        if law is None or record.momentum is None:
             return
-        parts = state.momentum.split(self.sizes, dim=1)
+        parts = record.momentum.split(self.sizes, dim=1)
         # norms read the momentum once; its squares would be written first, which takes five times as long
         kinetic = torch.stack([part.norm(dim=1).double().square() / part.shape[1] for part in parts], 1)
         self._add("kinetic_of_tensors", kinetic)

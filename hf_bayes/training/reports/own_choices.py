@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from hf_bayes.chains.run import StepRecord
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.types import FinalPassResult, Info, Problem
+from hf_bayes.core.types import FinalPassResult, Problem
 from hf_bayes.methods.recommended import recommended
 from hf_bayes.objectives.own_settings import Settings
-from hf_bayes.training.compat import TrainerHost, eval_sets, expected_updates, heldout_name
+from hf_bayes.training.trainer_host import TrainerHost, eval_sets, expected_updates, heldout_name
 
 MAX_DEPARTURE = 1.1
 """The held-out NLL of the draws over that of the chosen rung, above which a run warns."""
@@ -124,14 +126,14 @@ def report_departure(name: str, report: Mapping[str, Any], nll: float, host: Tra
     )  # fmt: skip
 
 
-def has_choices(record: StepRecord[Any], problem: Problem) -> bool:
+def has_choices(record: StepRecord, problem: Problem) -> bool:
     """Return whether ``report_step_size`` has something to say after this update; the same in all processes."""
     is_end = record.step == problem.num_steps and "noise_growth" in record.info
     return is_end or "gradient_variance" in record.info
 
 
 def report_step_size(
-    record: StepRecord[Any], method: MethodConfig, problem: Problem, updates_of_epoch: float | None, host: TrainerHost
+    record: StepRecord, method: MethodConfig, problem: Problem, updates_of_epoch: float | None, host: TrainerHost
 ) -> None:
     """Log what a sampler chose after it measured the noise of its gradients, and how many draws the run can make.
 
@@ -171,7 +173,7 @@ def report_step_size(
         )  # fmt: skip
 
 
-def _report_steps_of_ladder(info: Info, name: str, left: int, host: TrainerHost) -> None:
+def _report_steps_of_ladder(info: Mapping[str, Tensor], name: str, left: int, host: TrainerHost) -> None:
     """Say how far the chains of a ladder will get. Held-out rows judge them, so a chain that stays near is no fault."""
     host.say(
         "%s: a chain forgets its past in %.0f (the hottest) to %.0f updates (the coldest), and %d updates follow "
@@ -181,7 +183,7 @@ def _report_steps_of_ladder(info: Info, name: str, left: int, host: TrainerHost)
     )  # fmt: skip
 
 
-def _report_growth(info: Info, name: str, host: TrainerHost) -> None:
+def _report_growth(info: Mapping[str, Tensor], name: str, host: TrainerHost) -> None:
     """Say how far noise along the way has made the steps of a finished run smaller."""
     if float(info["noise_growth"].max()) <= NOTABLE_GROWTH:
         return
@@ -195,7 +197,7 @@ def _report_growth(info: Info, name: str, host: TrainerHost) -> None:
     )
 
 
-def describe_trial(info: Info) -> str:
+def describe_trial(info: Mapping[str, Tensor]) -> str:
     """Return sentences on where chains start, and whether their gradients have a control variate, with the reasons."""
     means = {name.removeprefix("trial_"): float(value.mean()) for name, value in info.items() if "trial_" in name}
     chains = len(info["trial_fits"])

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_bayes.core.hashing import fingerprint_tensors
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.resuming import settings_of_run
 from hf_bayes.training.run_identity import identity
 from hf_bayes.training.session import required
 from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.training.tuning.candidates import Candidate
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
+from hf_bayes.core.types import RowScores
+from hf_bayes.diagnostics.comparison import difference_std_error
 from hf_bayes.training.checkpoints import differences
 
 RECORD = "tuning.json"

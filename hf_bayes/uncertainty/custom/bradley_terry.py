@@ -31,7 +31,7 @@ class BradleyTerry(LikelihoodConfig):
     name: ClassVar[str] = "bradley_terry"
     instead_of_pipeline: ClassVar[str] = (
         "a reward is no probability, because preferences determine differences of rewards only: use "
-        "hf_bayes.decide.rewards.RewardModel (docs/rewards.md)"
+        "hf_bayes.RewardModel (docs/rewards.md)"
     )
 
     def build(self, num_outputs: int, of_head: Callable[[], Likelihood]) -> Likelihood:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.run import Run
 from hf_bayes.core.rng import chain_generators, generator
-from hf_bayes.core.types import AllRows, Evaluation, Problem
+from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.laplace.curvature import DiagonalCurvature
 from hf_bayes.methods.registry import build
@@ -53,11 +53,17 @@ class GaussianData:
     def info(self) -> dict[str, Tensor]:
         return {}
 
-    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        if isinstance(what, AllRows):
-            return -CURVATURE * theta
+    def full_gradient(self, theta: Tensor, *, share: float = 1.0) -> Tensor:
+        return -CURVATURE * theta
+
+    def curvature(self, theta: Tensor, spec: Any, *, gradient: bool = True) -> Any:
         self.passes += 1
         return SimpleNamespace(curvature=DiagonalCurvature(CURVATURE))
+
+    def heldout(self, theta: Tensor, part: str, **options: Any) -> Any:
+        raise AssertionError
+
+    heldout_by_row = heldout
 
     def place_of(self, column: int) -> str:
         return ""

@@ -15,6 +15,7 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.variational.gaussian_vi import ReparametrisedVIConfig
 from scripts.reproduce.exact_factors import FactoredRegression
 from scripts.reproduce.exact_widths import errors, fit
 from tests import runs
@@ -31,7 +32,7 @@ def precision() -> Tensor:
     return factor @ factor.T / 5 + torch.eye(5, dtype=torch.float64)
 
 
-def fitted(config: MeanFieldConfig, *, num_steps: int = 3000) -> tuple[Gaussian, float]:
+def fitted(config: ReparametrisedVIConfig, *, num_steps: int = 3000) -> tuple[Gaussian, float]:
     """Return q for a Gaussian likelihood with correlations, and the free energy of the last half of the run."""
     p = precision()
 

@@ -19,7 +19,7 @@ from hf_bayes.methods.variational.blob import BLoBConfig
 from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
 from hf_bayes.methods.variational.gaussian_vi import (
     EnergyGradient,
-    GaussianVIConfig,
+    ReparametrisedVIConfig,
     averaging_weight,
     gaussian_entropy,
     parts,
@@ -33,8 +33,9 @@ from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Regression
 from tests.runs import trainer
 
 TARGET = Regression.with_prior(1.0)
+Config = ReparametrisedVIConfig | IVONConfig
 SGD: Any = {"optimizer": "sgd", "momentum": 0.0, "init_std": 0.5}
-FAMILIES: dict[str, GaussianVIConfig] = {
+FAMILIES: dict[str, Config] = {
     "mean_field": MeanFieldConfig(**SGD),
     "stick_the_landing": MeanFieldConfig(estimator="stick_the_landing", **SGD),
     "blob": BLoBConfig(points="point", **SGD),
@@ -45,7 +46,7 @@ FAMILIES: dict[str, GaussianVIConfig] = {
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def built(config: GaussianVIConfig, num_draws: int) -> Rule[Any]:
+def built(config: Config, num_draws: int) -> Rule[Any]:
     shapes = {"random": (DIM - 2,), "point": (2,)}
     rule = replace(config, num_draws=num_draws).build(Problem(NUM_ROWS, TARGET.prior, 0.01, 99, 0, shapes))
     assert isinstance(rule, Rule)
@@ -59,7 +60,7 @@ def updated(rule: Rule[Any], state: Any, theta: Tensor) -> Any:
     return rule.update(state, evaluation, 0.01, [])[0]
 
 
-def estimate(config: GaussianVIConfig, state: Any, new: Any) -> Tensor:
+def estimate(config: Config, state: Any, new: Any) -> Tensor:
     """Return the estimate [M, n, d] that an update has used; the first row is for the mean."""
     if not isinstance(config, IVONConfig):
         return torch.cat([NUM_ROWS * new.first[:, :1], new.first[:, 1:]], 1)
@@ -67,7 +68,7 @@ def estimate(config: GaussianVIConfig, state: Any, new: Any) -> Tensor:
     return torch.stack([new.gradient, x], 1)
 
 
-def estimates_of_one_q(config: GaussianVIConfig, num_draws: int, *, reuse: bool = False, count: int = 3000) -> Tensor:
+def estimates_of_one_q(config: Config, num_draws: int, *, reuse: bool = False, count: int = 3000) -> Tensor:
     """Return independent estimates [count, n, d] for one q; ``reuse`` gives all pairs the noise of the first one."""
     rule, rngs = built(config, num_draws), [generator("draws")] * count
     state = rule.init(torch.zeros(count, DIM, dtype=torch.float64), rngs)
@@ -160,7 +161,7 @@ def test_the_cost_of_an_update_counts_its_draws(family: str) -> None:
 
 
 @pytest.mark.parametrize("config", [IVONConfig(), MeanFieldConfig(), LowRankVIConfig(rank=1), FullRankVIConfig()])
-def test_one_parameter_is_enough(config: GaussianVIConfig) -> None:
+def test_one_parameter_is_enough(config: Config) -> None:
     found = sample(lambda theta, rows: theta.square().sum(1), torch.ones(1, 1), config, num_steps=4, learning_rate=0.1)
     assert isinstance(found.approximation, Gaussian)
     assert found.approximation.stds.shape == (1, 1)

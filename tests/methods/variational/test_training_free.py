@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.core.types import HeldOutByRow, Problem
-from hf_bayes.diagnostics.comparison import RowScores
+from hf_bayes.core.types import Problem, RowScores
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.variational.lora_coordinates import canonical
 from hf_bayes.methods.variational.training_free import MAX_PASSES, WIDEST_RATIO, TrainingFreeConfig
@@ -32,13 +31,12 @@ class Losses:
         tensors = {name: parts[name].unflatten(1, shape) for name, shape in SHAPES.items()}
         return {x: tensors[f"{x}.lora_B.default.weight"] @ tensors[f"{x}.lora_A.default.weight"] for x in "pq"}
 
-    def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> list[RowScores]:
-        assert isinstance(what, HeldOutByRow)
-        assert not gradient
+    def heldout_by_row(self, theta: Tensor, part: str, *, num_groups: int) -> list[RowScores]:
+        assert part == "all"
         self.passes += 1
         found = self.products_of(theta)
         rise = sum(c * (found[x] - self.products[x]).square().mean((1, 2)) for x, c in self.sensitivity.items())
-        groups = torch.as_tensor(rise).unflatten(0, (what.num_groups, -1)).mean(1)
+        groups = torch.as_tensor(rise).unflatten(0, (num_groups, -1)).mean(1)
         return [RowScores(1.0 + float(group) * self.rows, np.ones(ROWS, dtype=np.int64)) for group in groups]
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_bayes.diagnostics.comparison import RowScores
+from hf_bayes.core.types import RowScores
 from hf_bayes.methods.variational.width_search import FACTOR, INDIFFERENT, WidthCheck, check_width, largest_width
 
 

@@ -12,10 +12,11 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.models.loading.base_location import locate
+from hf_bayes.models.loading.base_location import cached_commit, locate
 from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from tests.faults.posteriors import config, draws
+from tests.models.loading.test_base_model import described
 from tests.models.loading.test_lora_layers import saved
 from tests.posteriors.storage.test_read import as_hub_cache
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
@@ -106,3 +107,18 @@ def test_a_pipeline_hands_on_that_the_base_is_not_checked(tmp_path: Path) -> Non
     assert model.num_members == 2
     with pytest.raises(ValueError, match="check_base: the model is loaded already"):
         pipeline(model=model, tokenizer=tiny_tokenizer(), check_base=False)
+
+
+def test_a_base_of_the_hub_is_recorded_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    snapshot = as_hub_cache(tmp_path / "base", tmp_path / "cache", "base")
+    base = AutoModelForCausalLM.from_pretrained("user/base", cache_dir=tmp_path / "cache", local_files_only=True)
+    found = []
+    for cache in ("empty", "cache"):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / cache))
+        found.append(described(base, "last_block")["revision"])
+    assert found == [None, snapshot.name]
+    assert cached_commit("") is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user/base").mkdir(parents=True)
+    assert cached_commit("user/base") is None  # transformers takes a folder before a repository

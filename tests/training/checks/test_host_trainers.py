@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import Trainer, default_data_collator
 
 from hf_bayes import BayesianTrainer, BayesianTrainerMixin, MAPConfig, SGHMCConfig
-from hf_bayes.training import compat
+from hf_bayes.training import trainer_host
 from hf_bayes.training.checks.host_trainers import likelihood_for
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
 from hf_bayes.uncertainty.custom.direct_preferences import DirectPreferences
@@ -116,7 +116,7 @@ def test_own_batches_and_optimizers_are_refused(tmp_path: Path, name: str) -> No
 
 def test_the_cache_of_the_device_is_emptied_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emptied = []
-    monkeypatch.setattr(compat, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
+    monkeypatch.setattr(trainer_host, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
     trainer = runs.trainer(tmp_path, MAPConfig(), max_steps=5, map_updates=0, torch_empty_cache_steps=2)
     trainer.train()
     assert emptied == [0, 2, 4]

@@ -9,8 +9,8 @@ from datasets import Dataset
 
 from hf_bayes import EnsembleConfig, LaplaceConfig, fit_laplace
 from hf_bayes.models.attaching import attach
-from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data.heldout_rows import HeldOutData
+from hf_bayes.training.trainer_host import TrainerHost
 from tests import tiny_models as models
 from tests.runs import label_rows, trainer
 

@@ -4,7 +4,7 @@ DPOTrainer loads a second copy of the base as its reference, unless it gets a pe
 is none. So it gets a stand-in, which holds no weights. The reference log-probabilities come from the model itself, at
 the weights before the first update. For a fresh adapter these are the base with the adapter off.
 
-``PARAMETERS`` and ``METHODS`` are the names that we use. A test compares them with the installed version.
+``members.compat.trl`` lists the names of DPOTrainer that are used here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.members.compat import trl
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.training.data.preferences import as_trl_batch, pairs_of
-
-PARAMETERS = ("ref_model",)
-"""Parameters of DPOTrainer's ``__init__`` that we set."""
-METHODS = {"compute_ref_log_probs": ("self", "model", "inputs")}
-"""Methods of DPOTrainer that we replace or call -> their parameters."""
-ATTRIBUTES = ("ref_model", "precompute_ref_logps")
-"""Attributes of DPOTrainer that we read."""
 
 
 class StandIn(nn.Module):
@@ -58,12 +52,12 @@ def reference_given(trainer: Any, model: BayesianModel, kwargs: dict[str, Any]) 
         model: attached; its reference weights are known.
         kwargs: for the ``__init__`` of DPOTrainer; a stand-in is added if there is no reference model.
     """
-    if not isinstance(model, BayesianModelForPreferences) or not hasattr(trainer, "compute_ref_log_probs"):
+    if not isinstance(model, BayesianModelForPreferences) or not trl.computes_reference(trainer):
         yield
         return
-    own = kwargs.get("ref_model")
+    own = kwargs.get(trl.REFERENCE_ARGUMENT)
     if own is None:
-        kwargs["ref_model"] = StandIn(model)
+        kwargs[trl.REFERENCE_ARGUMENT] = StandIn(model)
 
         def compute_ref_log_probs(_: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
             """Return log p_ref of the preferred answers, and of the others."""
@@ -71,7 +65,7 @@ def reference_given(trainer: Any, model: BayesianModel, kwargs: dict[str, Any]) 
                 first, second = model.reference_log_probs(pairs_of(inputs, len(inputs["input_ids"]) // 2)).unbind(1)
             return first.float(), second.float()
 
-        trainer.compute_ref_log_probs = compute_ref_log_probs
+        trl.replace_reference_log_probs(trainer, compute_ref_log_probs)
     before = vars(model).get("forward")
     try:
         yield
@@ -79,10 +73,10 @@ def reference_given(trainer: Any, model: BayesianModel, kwargs: dict[str, Any]) 
         # TRL puts a forward with a fused head on the model, which would hide ours
         if vars(model).get("forward") is not before:
             del model.forward
-    if own is not None and not trainer.precompute_ref_logps:
+    if own is not None and not trl.precomputes_reference(trainer):
 
         def of_other(inputs: dict[str, Any]) -> Tensor:
             """Return log p_ref [B, 2] of the reference model that the user gave."""
-            return torch.stack(trainer.compute_ref_log_probs(trainer.ref_model, as_trl_batch(inputs)), 1)
+            return torch.stack(trl.reference_log_probs(trainer, as_trl_batch(inputs)), 1)
 
         model.other_reference = of_other

@@ -9,7 +9,7 @@ import torch
 
 from hf_bayes import DirectPreferences, attach
 from hf_bayes.training.data.preferences import as_trl_batch, pairs_of
-from hf_bayes.training.dpo_compat import StandIn, reference_given
+from hf_bayes.training.dpo_reference import StandIn, reference_given
 from tests.models.test_preferences import pairs
 from tests.tiny_models import tiny_llama
 

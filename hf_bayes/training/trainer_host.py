@@ -1,7 +1,6 @@
-"""The names of transformers' Trainer and of torch that are private and that we read or override.
+"""A transformers Trainer as the objects of a run see it, and a few facts of its arguments.
 
-``OVERRIDDEN`` lists the private hooks of Trainer that ``PrivateHooks`` overrides, with their parameters. A test
-compares them with the installed version. ``TrainerHost`` is the one place that calls private methods of a trainer.
+``TrainerHost`` reads the private names of a trainer through ``members.compat.transformers``.
 """
 
 from __future__ import annotations
@@ -10,52 +9,19 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sized
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sized
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import datasets
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from tqdm import tqdm
 from transformers import DefaultFlowCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from hf_bayes.members.mesh import ChainMesh
-from hf_bayes.training import checkpoints
+from hf_bayes.members.compat import transformers as compat
 from hf_bayes.training.arguments import BayesianTrainingArguments
-
-OVERRIDDEN = {
-    "_save_checkpoint": ("self", "model", "trial"),
-    "_save_optimizer_and_scheduler": ("self", "output_dir"),
-    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
-    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
-    "_get_grad_norm": ("self", "model", "grad_norm"),
-}
-"""Private hooks of Trainer that we override -> their parameters."""
-
-CALLED = {
-    "_prepare_inputs": ("self", "inputs"),
-    "_remove_unused_columns": ("self", "dataset", "description"),
-    "_get_collator_with_removed_columns": ("self", "data_collator", "description"),
-    "_set_signature_columns_if_needed": ("self",),
-    "_get_output_dir": ("self", "trial"),
-    "compute_loss_context_manager": ("self",),
-}
-"""Hooks of Trainer that ``TrainerHost`` calls -> their parameters."""
-
-REFUSED = {"_get_train_sampler": ("self", "train_dataset")}
-"""Private hooks of Trainer that a class of the user must not have, see ``host_trainers`` -> their parameters."""
-
-ATTRIBUTES = ("_signature_columns",)
-"""Private attributes that Trainer sets, and that ``TrainerHost`` reads and sets."""
-
-BATCH_NORM, DROPOUT = _BatchNorm, _DropoutNd
-"""torch's base classes of layers that normalise over a batch, and of layers that drop inputs."""
 
 logger = logging.getLogger("hf_bayes.training.trainer")
 
@@ -64,7 +30,7 @@ class TrainerHost:
     """A transformers Trainer, as our objects see it: its arguments, data sets and a few of its private methods."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = cast(Any, trainer)
+        self._trainer = trainer
 
     @property
     def args(self) -> BayesianTrainingArguments:
@@ -129,7 +95,7 @@ class TrainerHost:
 
     def prepare(self, batch: Any) -> Any:
         """Move a batch to the device, as Trainer does."""
-        return self._trainer._prepare_inputs(batch)
+        return compat.prepared_inputs(self._trainer, batch)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward in training."""
@@ -189,8 +155,8 @@ class TrainerHost:
         """
         trainer = self._trainer
         if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) and dataset.column_names is not None:
-            return trainer._remove_unused_columns(dataset, description=what), trainer.data_collator
-        return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=what)
+            return compat.without_unused_columns(trainer, dataset, what), trainer.data_collator
+        return dataset, compat.collator_without_unused_columns(trainer, what)
 
     def wrap_collator(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the trainer's data collator by ``wrap`` of it."""
@@ -203,11 +169,7 @@ class TrainerHost:
         """
         trainer = self._trainer
         columns = [*inspect.signature(core.forward).parameters, *trainer.label_names, "label", "label_ids", *also]
-        if type(trainer)._set_signature_columns_if_needed is not Trainer._set_signature_columns_if_needed:
-            trainer._signature_columns = None
-            trainer._set_signature_columns_if_needed()
-            columns += trainer._signature_columns or []
-        trainer._signature_columns = columns
+        compat.keep_columns(trainer, [*columns, *compat.columns_of_subclass(trainer)])
 
 
 def eval_sets(given: Any) -> dict[str, Any]:
@@ -250,19 +212,3 @@ def without_data_parallel(accelerator: Any) -> None:
         return prepare(model, device_placement=device_placement, evaluation_mode=True)
 
     accelerator.prepare_model = prepare_model
-
-
-@contextmanager
-def sealed_checkpoint(trainer: Trainer, trial: Any, *, group: ChainMesh) -> Iterator[None]:
-    """Seal the checkpoint that Trainer writes in the block, and only then remove older ones."""
-    args, run_dir = trainer.args, cast(Any, trainer)._get_output_dir(trial=trial)
-    limit, args.save_total_limit = args.save_total_limit, None
-    try:
-        yield
-    finally:
-        args.save_total_limit = limit
-    folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    checkpoints.seal_checkpoint(folder, group=group)
-    if args.should_save:
-        best = trainer.state.best_model_checkpoint
-        rotate_checkpoints(run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
