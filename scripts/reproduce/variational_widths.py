@@ -21,8 +21,8 @@ import torch
 from benchmarks.harness import machine
 from benchmarks.table import replaced
 from hf_bayes import BLoBConfig, FullRankVIConfig, IVONConfig, LowRankVIConfig, MeanFieldConfig
+from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.covariance import dense
-from hf_bayes.methods.variational.gaussian_vi import GaussianVIConfig
 from scripts.reproduce.exact_factors import FactoredRegression
 from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Optimum, Regression, fit, relative_widths
 from scripts.reproduce.report import as_text, circumstances, table
@@ -45,7 +45,7 @@ class Line(NamedTuple):
     """
 
     name: str
-    method: GaussianVIConfig
+    method: MethodConfig
     batch: int | None = BATCH
     share: float = 1.0
     target: type[Regression] = Regression

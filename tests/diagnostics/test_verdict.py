@@ -184,7 +184,7 @@ def test_a_gaussian_is_judged_by_its_spread_alone() -> None:
 
 def test_a_gaussian_of_a_wrong_width_has_its_methods_remedy() -> None:
     wide = Diagnostics(dim=9, distance=[0.3], kind="gaussian", informed_spread=1.9, informed_spread_std_error=0.05)
-    assert wide.verdict.endswith("by about as much; a sampler")
+    assert wide.verdict.endswith("by about as much; a sampler, or the curvature at a mode (docs/laplace.md)")
     advised = dataclasses.replace(wide, spread_advice="structure='full'")
     assert advised.verdict.endswith("by about as much; a sampler, or structure='full'")
     assert "spread_advice" not in advised.summary()

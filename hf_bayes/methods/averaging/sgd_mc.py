@@ -15,7 +15,7 @@ an element of grad U.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,11 +62,7 @@ class SGDMCConfig(MethodConfig):
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         if self.measure_gradient_noise is not None:
             self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
-        if self.temperature != 0:
-            raise ValueError(
-                f"{self.name}: temperature must be 0, got {self.temperature!r}: SGD adds no noise, and its "
-                "learning rate and batch size set the spread. Leave it out, or use a sampler such as sgld"
-            )
+        refuse_temperature(self.name, self.temperature)
 
     @property
     def requirements(self) -> Requirements:
@@ -76,11 +72,20 @@ class SGDMCConfig(MethodConfig):
             gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
         )
 
-    def build(self, problem: Problem) -> Rule[Any]:  # a subclass may have another state
+    def build(self, problem: Problem) -> Rule[SGDState]:
         def update(state: SGDState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGDState, Info]:
             return descend(state, evaluation, problem, lr, config=self)
 
         return Rule(begin, locate_at_theta, update, keep_draws)
+
+
+def refuse_temperature(method: str, temperature: float) -> None:
+    """Raise a ValueError at T > 0."""
+    if temperature != 0:
+        raise ValueError(
+            f"{method}: temperature must be 0, got {temperature!r}: SGD adds no noise, and its learning rate and batch "
+            "size set the spread. Leave it out, or use a sampler such as sgld"
+        )
 
 
 def begin(theta: Tensor, rngs: Rngs) -> SGDState:

@@ -14,34 +14,42 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.core.config import MODE_PRIOR_SCALE
+from hf_bayes.core.config import MODE_PRIOR_SCALE, MethodConfig
 from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
+from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig, refuse_temperature
 
 
 @dataclass(frozen=True, kw_only=True)
-class SWAConfig(SGDMCConfig):
+class SWAConfig(MethodConfig):
     """The average of an optimiser's iterates after burn-in. A chain ends in one draw.
 
     Attributes:
         optimizer: "adamw", which finds its learning rate if there is none; or the paper's "sgd".
         momentum: SGD's beta, or AdamW's beta_1.
+        measure_gradient_noise: with "sgd", report ``noise_temperature`` as ``SGDMCConfig`` does.
         collect_every: number of updates from one averaged iterate to the next (in the paper: one epoch); None collects
             about 100 iterates.
     """
 
     name: ClassVar[str] = "swa"
-    draws_per_chain: int = 1
+    num_chains: int = 1
+    temperature: float = 0.0
+    init_jitter: float = 0.0
     momentum: float = 0.9
+    measure_gradient_noise: bool | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
     collect_every: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+        if self.measure_gradient_noise is not None:
+            self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
+        refuse_temperature(self.name, self.temperature)
         self._check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
         if self.collect_every is not None:
             self._check_count("collect_every", self.collect_every, minimum=1)
@@ -59,14 +67,13 @@ class SWAConfig(SGDMCConfig):
     @property
     def requirements(self) -> Requirements:
         if self.optimizer == "sgd":
-            return super().requirements
+            return SGDMCConfig(measure_gradient_noise=self.measure_gradient_noise).requirements
         return Requirements(learning_rate="range_test", rate_falls=False, mode_prior_scale=MODE_PRIOR_SCALE)
 
     def iterates(self, problem: Problem) -> Rule[Any]:
         """Return the optimiser whose iterates are averaged."""
-        if self.optimizer == "sgd":
-            return super().build(problem)
-        return MAPConfig(momentum=self.momentum, temper=self.temper).build(problem)
+        config = SGDMCConfig if self.optimizer == "sgd" else MAPConfig
+        return config(momentum=self.momentum, temper=self.temper).build(problem)
 
     def build(self, problem: Problem) -> Rule[Any]:
         collector, optimiser = Collector.of(self, problem, minimum=1), self.iterates(problem)

@@ -155,31 +155,14 @@ class LangevinConfig(MethodConfig):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorrectedLangevinConfig(LangevinConfig):
-    """The base class of samplers that can subtract the gradient's noise from their own.
-
-    Attributes:
-        correct_gradient_noise: inject less noise, by the measured noise of the gradient (Chen et al. 2014).
-    """
-
-    correct_gradient_noise: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_flag("correct_gradient_noise", self.correct_gradient_noise)
-
-    @property
-    def requirements(self) -> Requirements:
-        if not self.correct_gradient_noise:
-            return super().requirements
-        setting = "correct_gradient_noise=True"
-        return replace(
-            super().requirements,
-            learning_rate="given",
-            gradient_variance="needed",
-            gradient_variance_setting=setting,
-        )
+def needs_of_correction(needs: Requirements) -> Requirements:
+    """Return the needs of a sampler with ``correct_gradient_noise``, given its needs without this option."""
+    return replace(
+        needs,
+        learning_rate="given",
+        gradient_variance="needed",
+        gradient_variance_setting="correct_gradient_noise=True",
+    )
 
 
 def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Info:

@@ -41,8 +41,9 @@ from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at
 from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import (
-    CorrectedLangevinConfig,
+    LangevinConfig,
     empty_noise_statistics,
+    needs_of_correction,
     noise_ratio,
     remaining_std,
 )
@@ -80,10 +81,11 @@ class PreconditionedSGHMCState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGHMCConfig(CorrectedLangevinConfig):
+class SGHMCConfig(LangevinConfig):
     """Symplectic Euler SGHMC. At T = 0 and constant learning rate it is ``torch.optim.SGD(momentum=beta)``.
 
     Attributes:
+        correct_gradient_noise: inject less noise, by the measured noise of the gradient (Chen et al. 2014).
         momentum: beta in [0, 1), as in SGD; the friction is (1 - beta) sqrt(N / l_0). 0 gives SGLD.
         preconditioner: "layerwise" gives each tensor a mass M (Algorithm 4), "identity" is M = I.
         preconditioner_batches: K, the number of updates for an estimate of the masses; theta does not move in them.
@@ -92,6 +94,7 @@ class SGHMCConfig(CorrectedLangevinConfig):
     """
 
     name: ClassVar[str] = "sghmc"
+    correct_gradient_noise: bool = False
     momentum: float = 0.9
     preconditioner: Literal["identity", "layerwise"] = "identity"
     preconditioner_batches: int = 32
@@ -99,6 +102,7 @@ class SGHMCConfig(CorrectedLangevinConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_flag("correct_gradient_noise", self.correct_gradient_noise)
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         self._check_choice("preconditioner", self.preconditioner, ("identity", "layerwise"))
         self._check_count("preconditioner_batches", self.preconditioner_batches, minimum=1)
@@ -107,10 +111,12 @@ class SGHMCConfig(CorrectedLangevinConfig):
 
     @property
     def requirements(self) -> Requirements:
-        setting = "preconditioner='layerwise'" if self.preconditioner == "layerwise" else ""
-        if not setting:
-            return super().requirements
-        return replace(super().requirements, learning_rate="given", tensor_scales_setting=setting)
+        needs = super().requirements
+        if self.correct_gradient_noise:
+            needs = needs_of_correction(needs)
+        if self.preconditioner == "identity":
+            return needs
+        return replace(needs, learning_rate="given", tensor_scales_setting=f"preconditioner={self.preconditioner!r}")
 
     def build(self, problem: Problem) -> Rule[SGHMCState] | Rule[PreconditionedSGHMCState]:
         dynamics = Dynamics(self, problem)

@@ -33,8 +33,9 @@ from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at
 from hf_bayes.distributions.approximations import keep_draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import (
-    CorrectedLangevinConfig,
+    LangevinConfig,
     empty_noise_statistics,
+    needs_of_correction,
     noise_ratio,
     remaining_std,
 )
@@ -55,24 +56,28 @@ class SGHMCEulerState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGHMCEulerConfig(CorrectedLangevinConfig):
+class SGHMCEulerConfig(LangevinConfig):
     """Euler-Maruyama SGHMC, the form of the posteriors library.
 
     Attributes:
+        correct_gradient_noise: inject less noise, by the measured noise of the gradient (Chen et al. 2014).
         momentum: beta in [0, 1); the friction is (1 - beta) sqrt(N / l_0).
     """
 
     name: ClassVar[str] = "sghmc_euler"
+    correct_gradient_noise: bool = False
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_flag("correct_gradient_noise", self.correct_gradient_noise)
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
 
     @property
     def requirements(self) -> Requirements:
         # at the largest step of whitened coordinates, x = .04, the law above has 1.69 T / lambda at beta = .9
-        return replace(super().requirements, learning_rate="given")
+        needs = replace(super().requirements, learning_rate="given")
+        return needs_of_correction(needs) if self.correct_gradient_noise else needs
 
     def build(self, problem: Problem) -> Rule[SGHMCEulerState]:
         friction, temperature = friction_of(problem, self.momentum), self.temperature

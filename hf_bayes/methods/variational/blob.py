@@ -23,7 +23,7 @@ optimiser works on A and B themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -31,7 +31,8 @@ from torch import Tensor
 from hf_bayes.core.types import UNNAMED, Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.methods.variational.balance import Balance, ScaledPrior, balance_of
-from hf_bayes.methods.variational.mean_field import MeanFieldConfig, MeanFieldState
+from hf_bayes.methods.variational.gaussian_vi import ReparametrisedVIConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldState, mean_field_rule, mean_field_update
 from hf_bayes.methods.variational.points import random_elements
 
 LORA_B = r"\.lora_(embedding_)?B\."
@@ -39,7 +40,7 @@ LORA_B = r"\.lora_(embedding_)?B\."
 
 
 @dataclass(frozen=True, kw_only=True)
-class BLoBConfig(MeanFieldConfig):
+class BLoBConfig(ReparametrisedVIConfig):
     """Mean-field Gaussian variational inference in which LoRA's factors B are points.
 
     Attributes:
@@ -52,13 +53,12 @@ class BLoBConfig(MeanFieldConfig):
 
     def build(self, problem: Problem) -> Rule[Any]:
         if self.points is None and UNNAMED in problem.shapes:  # an energy of your own has no factors
-            return super().build(problem)
-        config = self if self.points is not None else replace(self, points=LORA_B)
-        mask = random_elements(self.name, config.points, problem.shapes)
+            return mean_field_rule(self, problem, None)
+        mask = random_elements(self.name, LORA_B if self.points is None else self.points, problem.shapes)
         assert mask is not None
-        scales = {"prior_weight": self.prior_weight, "temperature": self.temperature}
-        balance, rule = balance_of(problem, mask, **scales), super(BLoBConfig, config).build(problem)
-        return rule if balance is None else config._balanced(rule, balance, problem, mask)
+        rule = mean_field_rule(self, problem, mask)
+        balance = balance_of(problem, mask, prior_weight=self.prior_weight, temperature=self.temperature)
+        return rule if balance is None else self._balanced(rule, balance, problem, mask)
 
     def _balanced(
         self, rule: Rule[MeanFieldState], balance: Balance, problem: Problem, mask: Tensor
@@ -69,7 +69,7 @@ class BLoBConfig(MeanFieldConfig):
             mean, log_std = state.iterate.unbind(1)
             log_scales = balance.log_scales(mean, (2 * log_std).exp())
             prior = ScaledPrior(problem.prior, balance.scale(log_scales, mean))
-            state, info = self._update(state, evaluation, lr, problem._replace(prior=prior), mask)
+            state, info = mean_field_update(self, state, evaluation, lr, problem._replace(prior=prior), mask)
             gain = balance.entropy_gain(log_scales)
             free_energy, std = info["free_energy"] - self.temperature * gain, info["std"] * (gain / mask.sum()).exp()
             return state, {"free_energy": free_energy, "std": std}

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -36,51 +36,18 @@ from hf_bayes.methods.variational.points import check_expression
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussianVIConfig(MethodConfig):
-    """The fields of all Gaussian variational methods. A chain ends in one Gaussian; ``draws_per_chain`` is not used.
+class ReparametrisedVIConfig(MethodConfig):
+    """The fields of methods that minimise F by an optimiser, in the mean, log standard deviations and factors of q.
+
+    A chain ends in one Gaussian; ``draws_per_chain`` is not used. The default of ``num_draws`` is 2: an update costs
+    two gradients. At an equal number of gradients the standard deviations are then more than twice as accurate as with
+    one (docs/variational.md).
 
     Attributes:
         init_std: standard deviation of q at the start, in parameter units.
         num_draws: k, the gradients of an update: 1 or an even number, for k / 2 antithetic pairs of draws on the same
             rows. An update costs k gradients, and the number of updates stays as given. From 2 on, minibatch noise does
             not enter the standard deviations of q; more pairs lower the noise of the draws.
-    """
-
-    num_chains: int = 1
-    init_std: float = 0.01
-    num_draws: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.temperature == 0:
-            raise ValueError(
-                f"{self.name}: temperature must be > 0, got {self.temperature}: at T = 0 the std of q is 0 and its "
-                'mean the MAP. Use method="map"'
-            )
-        self._check_number("init_std", self.init_std, minimum=0.0, strict=True)
-        self._check_count("num_draws", self.num_draws, minimum=1)
-        if self.num_draws > 1 and self.num_draws % 2:
-            raise ValueError(
-                f"{self.name}: num_draws must be 1 (one draw) or even (antithetic pairs), got {self.num_draws}: a draw "
-                "outside a pair would bring minibatch noise into the standard deviations of q. Use "
-                f"{self.num_draws - 1} or {self.num_draws + 1}"
-            )
-
-    @property
-    def requirements(self) -> Requirements:
-        return Requirements(
-            learning_rate="range_test", draws_are_chain_states=False, gradients_per_update=self.num_draws
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReparametrisedVIConfig(GaussianVIConfig):
-    """The fields of methods that minimise F by an optimiser, in the mean, log standard deviations and factors of q.
-
-    The default of ``num_draws`` is 2: an update costs two gradients. At an equal number of gradients the standard
-    deviations are then more than twice as accurate as with one (docs/variational.md).
-
-    Attributes:
         std_learning_rate: the optimiser's step size for log standard deviations, with AdamW a relative change per
             update. It follows the schedule of the learning rate, which is the step size for the mean.
         optimizer: "adamw", which finds its learning rate if there is none; or "sgd".
@@ -91,6 +58,8 @@ class ReparametrisedVIConfig(GaussianVIConfig):
             prior is a penalty, as in a MAP estimate. None means that all parameters are random.
     """
 
+    num_chains: int = 1
+    init_std: float = 0.01
     num_draws: int = 2
     std_learning_rate: float = 0.01
     optimizer: OptimiserName = "adamw"
@@ -100,6 +69,10 @@ class ReparametrisedVIConfig(GaussianVIConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_zero_temperature(self.name, self.temperature)
+        self._check_number("init_std", self.init_std, minimum=0.0, strict=True)
+        self._check_count("num_draws", self.num_draws, minimum=1)
+        refuse_unpaired_draw(self.name, self.num_draws)
         self._check_number("std_learning_rate", self.std_learning_rate, minimum=0.0, strict=True)
         self._check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
@@ -108,8 +81,30 @@ class ReparametrisedVIConfig(GaussianVIConfig):
 
     @property
     def requirements(self) -> Requirements:
-        found = super().requirements
-        return found if self.optimizer == "adamw" else replace(found, learning_rate="given")
+        return Requirements(
+            learning_rate="range_test" if self.optimizer == "adamw" else "given",
+            draws_are_chain_states=False,
+            gradients_per_update=self.num_draws,
+        )
+
+
+def refuse_zero_temperature(method: str, temperature: float) -> None:
+    """Raise a ValueError at T = 0."""
+    if temperature == 0:
+        raise ValueError(
+            f"{method}: temperature must be > 0, got {temperature}: at T = 0 the std of q is 0 and its mean the MAP. "
+            'Use method="map"'
+        )
+
+
+def refuse_unpaired_draw(method: str, num_draws: int) -> None:
+    """Raise a ValueError if one of several draws has no mirror image."""
+    if num_draws > 1 and num_draws % 2:
+        raise ValueError(
+            f"{method}: num_draws must be 1 (one draw) or even (antithetic pairs), got {num_draws}: a draw outside a "
+            "pair would bring minibatch noise into the standard deviations of q. Use "
+            f"{num_draws - 1} or {num_draws + 1}"
+        )
 
 
 Point = Callable[[int, int], Tensor]

@@ -40,12 +40,12 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.column_blocks import in_blocks
+from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.methods.variational.gaussian_vi import (
-    GaussianVIConfig,
     GradientsOfDraws,
     averaging_weight,
     draw_pairs,
@@ -53,6 +53,8 @@ from hf_bayes.methods.variational.gaussian_vi import (
     other_points,
     over_pairs,
     parts,
+    refuse_unpaired_draw,
+    refuse_zero_temperature,
 )
 
 SPREAD_RATE = 0.01
@@ -84,12 +86,16 @@ class IVONState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IVONConfig(GaussianVIConfig):
+class IVONConfig(MethodConfig):
     """Natural-gradient mean-field variational inference, at nearly the cost of AdamW.
 
-    The learning rate is a fraction of Newton's step, in (0, 1]. Without one it is 1 / sqrt(number of updates).
+    The learning rate is a fraction of Newton's step, in (0, 1]. Without one it is 1 / sqrt(number of updates). A chain
+    ends in one Gaussian; ``draws_per_chain`` is not used.
 
     Attributes:
+        init_std: standard deviation of q at the start, in parameter units.
+        num_draws: k, the gradients of an update: 1 or an even number, for k / 2 antithetic pairs of draws on the same
+            rows. An update costs k gradients, and the number of updates stays as given.
         momentum: beta of the gradient's running mean.
         precision_rate: rho, the share of a new estimate in the precision of q, in (0, 1). It follows the schedule of
             the learning rate; None makes it equal to the learning rate.
@@ -98,12 +104,19 @@ class IVONConfig(GaussianVIConfig):
     """
 
     name: ClassVar[str] = "ivon"
+    num_chains: int = 1
+    init_std: float = 0.01
+    num_draws: int = 1
     momentum: float = 0.9
     precision_rate: float | None = None
     pair_period: int | None = 14
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_zero_temperature(self.name, self.temperature)
+        self._check_number("init_std", self.init_std, minimum=0.0, strict=True)
+        self._check_count("num_draws", self.num_draws, minimum=1)
+        refuse_unpaired_draw(self.name, self.num_draws)
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         if self.precision_rate is not None:
             self._check_number("precision_rate", self.precision_rate, minimum=0.0, maximum=1.0, strict=True)
@@ -112,7 +125,9 @@ class IVONConfig(GaussianVIConfig):
 
     @property
     def requirements(self) -> Requirements:
-        found = replace(super().requirements, learning_rate="from_length")
+        found = Requirements(
+            learning_rate="from_length", draws_are_chain_states=False, gradients_per_update=self.num_draws
+        )
         if self.num_draws > 1 or self.pair_period is None:
             return found
         return replace(found, gradients_per_update=1 + Fraction(1, self.pair_period))

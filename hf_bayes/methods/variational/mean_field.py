@@ -89,82 +89,97 @@ class MeanFieldConfig(ReparametrisedVIConfig):
     name: ClassVar[str] = "mean_field"
 
     def build(self, problem: Problem) -> Rule[MeanFieldState]:
-        mask = random_elements(self.name, self.points, problem.shapes)
+        return mean_field_rule(self, problem, random_elements(self.name, self.points, problem.shapes))
 
-        def init(theta: Tensor, rngs: Rngs) -> MeanFieldState:
-            log_std = torch.full_like(theta, math.log(self.init_std))
-            iterate = torch.stack([theta, log_std], 1)
-            zero, zeros = torch.zeros_like(theta), torch.zeros_like(iterate)
-            steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            variance = torch.full_like(theta, self.init_std**2)
-            noise = draw_pairs(lambda: zero, self.num_draws)
-            return MeanFieldState(theta, variance, iterate, zeros, zeros, zero, noise, steps)
 
-        def locate(state: MeanFieldState, rngs: Rngs) -> tuple[Tensor, MeanFieldState]:
-            noise = draw_pairs(lambda: randn(rngs, state.theta), self.num_draws)
-            state = state._replace(noise=noise if mask is None else noise * mask.to(noise))
-            return _draw(state, 0, 1), state
+def mean_field_rule(config: ReparametrisedVIConfig, problem: Problem, mask: Tensor | None) -> Rule[MeanFieldState]:
+    """Return the rule that minimises F over Gaussians with independent elements.
 
-        def anchor(state: MeanFieldState) -> Tensor | None:
-            return other_points(partial(_draw, state), self.num_draws)
+    Args:
+        mask: [d] bool, False for points; None if there are no points.
+    """
 
-        def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
-            return self._update(state, evaluation, lr, problem, mask)
+    def init(theta: Tensor, rngs: Rngs) -> MeanFieldState:
+        log_std = torch.full_like(theta, math.log(config.init_std))
+        iterate = torch.stack([theta, log_std], 1)
+        zero, zeros = torch.zeros_like(theta), torch.zeros_like(iterate)
+        steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+        variance = torch.full_like(theta, config.init_std**2)
+        noise = draw_pairs(lambda: zero, config.num_draws)
+        return MeanFieldState(theta, variance, iterate, zeros, zeros, zero, noise, steps)
 
-        def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
-            std = state.variance.sqrt()
-            return Gaussian.diagonal(state.theta, std if mask is None else std * mask.to(std))
+    def locate(state: MeanFieldState, rngs: Rngs) -> tuple[Tensor, MeanFieldState]:
+        noise = draw_pairs(lambda: randn(rngs, state.theta), config.num_draws)
+        state = state._replace(noise=noise if mask is None else noise * mask.to(noise))
+        return _draw(state, 0, 1), state
 
-        return Rule(init, locate, update, finish, anchor=anchor)
+    def anchor(state: MeanFieldState) -> Tensor | None:
+        return other_points(partial(_draw, state), config.num_draws)
 
-    def _update(
-        self, state: MeanFieldState, evaluation: Evaluation, lr: float, problem: Problem, mask: Tensor | None
-    ) -> tuple[MeanFieldState, Info]:
-        count = int(state.step[0]) + 1  # all chains have done the same updates
-        weight, optimise = averaging_weight(problem, count), direction(self.optimizer, self.momentum)
-        rates = lr, self.std_learning_rate * lr / problem.learning_rate
-        draws = GradientsOfDraws.of(
-            evaluation, problem.prior, partial(_draw, state), num_draws=self.num_draws, weight=self.prior_weight
-        )
-        log_prior, sums_of_log_std = draws.sources[0].log_prior, state.theta.new_zeros(len(state.theta), 2)
+    def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
+        return mean_field_update(config, state, evaluation, lr, problem, mask)
 
-        def advance(theta: Tensor, variance: Tensor, iterate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            nonlocal log_prior
-            first, second, slope, noise, *of = rest
-            is_random = of.pop() if mask is not None else None
-            mean, std = iterate[:, 0], iterate[:, 1].exp()
-            slope = slope if self.estimator == "learned_slope" else self.temperature / std
-            part, found = draws.at(lambda pair, sign: torch.addcmul(mean, std, noise[:, pair], value=sign), of)
-            log_prior = log_prior + part
-            even, odd = parts(found, slope[:, None] * noise)
-            correlated = over_pairs(odd * noise)
-            # in these units Adam's epsilon is small beside every gradient: per datum as in a HF loss, and in kT
-            gradients = torch.empty_like(iterate)
-            torch.div(even, problem.num_data, out=gradients[:, 0])
-            torch.add(slope, correlated, out=gradients[:, 1])
-            gradients[:, 1].mul_(std).div_(self.temperature).sub_(1)
-            if is_random is not None:
-                gradients[:, 1].mul_(is_random)
-            first, second, divisor = optimise(gradients, first, second, count)
-            moved = gradients  # the memory is used again
-            for half, rate in enumerate(rates):
-                torch.addcdiv(iterate[:, half], first[:, half], divisor[:, half], value=-rate, out=moved[:, half])
-            theta, variance = theta.lerp(moved[:, 0], weight), variance.lerp((2 * moved[:, 1]).exp(), weight)
-            averaged = moved[:, 1] if weight == 1 else 0.5 * variance.log()
-            log_stds = torch.stack([iterate[:, 1], averaged], 1)
-            sums_of_log_std.add_((log_stds if is_random is None else log_stds * is_random).sum(2))
-            if self.estimator == "learned_slope":
-                slope = slope.add(correlated, alpha=SLOPE_RATE)
-            return theta, variance, moved, first, second, slope
+    def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
+        std = state.variance.sqrt()
+        return Gaussian.diagonal(state.theta, std if mask is None else std * mask.to(std))
 
-        marks = () if mask is None else (mask.to(state.theta),)
-        tensors = *state[:-1], *draws.tensors, *marks
-        theta, variance, iterate, first, second, slope = in_blocks(advance, *tensors)
-        new = MeanFieldState(theta, variance, iterate, first, second, slope, state.noise, state.step + 1)
-        dim = state.theta.shape[1] if mask is None else int(mask.sum())
-        drawn_energy = -evaluation.log_lik - self.prior_weight * log_prior
-        free_energy = drawn_energy - self.temperature * gaussian_entropy(sums_of_log_std[:, 0], dim)
-        return new, {"free_energy": free_energy, "std": (sums_of_log_std[:, 1] / dim).exp()}
+    return Rule(init, locate, update, finish, anchor=anchor)
+
+
+def mean_field_update(
+    config: ReparametrisedVIConfig,
+    state: MeanFieldState,
+    evaluation: Evaluation,
+    lr: float,
+    problem: Problem,
+    mask: Tensor | None,
+) -> tuple[MeanFieldState, Info]:
+    """Return the state after one step of the optimiser on F, and the figures of the step."""
+    count = int(state.step[0]) + 1  # all chains have done the same updates
+    weight, optimise = averaging_weight(problem, count), direction(config.optimizer, config.momentum)
+    rates = lr, config.std_learning_rate * lr / problem.learning_rate
+    draws = GradientsOfDraws.of(
+        evaluation, problem.prior, partial(_draw, state), num_draws=config.num_draws, weight=config.prior_weight
+    )
+    log_prior, sums_of_log_std = draws.sources[0].log_prior, state.theta.new_zeros(len(state.theta), 2)
+
+    def advance(theta: Tensor, variance: Tensor, iterate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        nonlocal log_prior
+        first, second, slope, noise, *of = rest
+        is_random = of.pop() if mask is not None else None
+        mean, std = iterate[:, 0], iterate[:, 1].exp()
+        slope = slope if config.estimator == "learned_slope" else config.temperature / std
+        part, found = draws.at(lambda pair, sign: torch.addcmul(mean, std, noise[:, pair], value=sign), of)
+        log_prior = log_prior + part
+        even, odd = parts(found, slope[:, None] * noise)
+        correlated = over_pairs(odd * noise)
+        # in these units Adam's epsilon is small beside every gradient: per datum as in a HF loss, and in kT
+        gradients = torch.empty_like(iterate)
+        torch.div(even, problem.num_data, out=gradients[:, 0])
+        torch.add(slope, correlated, out=gradients[:, 1])
+        gradients[:, 1].mul_(std).div_(config.temperature).sub_(1)
+        if is_random is not None:
+            gradients[:, 1].mul_(is_random)
+        first, second, divisor = optimise(gradients, first, second, count)
+        moved = gradients  # the memory is used again
+        for half, rate in enumerate(rates):
+            torch.addcdiv(iterate[:, half], first[:, half], divisor[:, half], value=-rate, out=moved[:, half])
+        theta, variance = theta.lerp(moved[:, 0], weight), variance.lerp((2 * moved[:, 1]).exp(), weight)
+        averaged = moved[:, 1] if weight == 1 else 0.5 * variance.log()
+        log_stds = torch.stack([iterate[:, 1], averaged], 1)
+        sums_of_log_std.add_((log_stds if is_random is None else log_stds * is_random).sum(2))
+        if config.estimator == "learned_slope":
+            slope = slope.add(correlated, alpha=SLOPE_RATE)
+        return theta, variance, moved, first, second, slope
+
+    marks = () if mask is None else (mask.to(state.theta),)
+    tensors = *state[:-1], *draws.tensors, *marks
+    theta, variance, iterate, first, second, slope = in_blocks(advance, *tensors)
+    new = MeanFieldState(theta, variance, iterate, first, second, slope, state.noise, state.step + 1)
+    dim = state.theta.shape[1] if mask is None else int(mask.sum())
+    drawn_energy = -evaluation.log_lik - config.prior_weight * log_prior
+    free_energy = drawn_energy - config.temperature * gaussian_entropy(sums_of_log_std[:, 0], dim)
+    return new, {"free_energy": free_energy, "std": (sums_of_log_std[:, 1] / dim).exp()}
 
 
 def _draw(state: MeanFieldState, pair: int, sign: int) -> Tensor:
