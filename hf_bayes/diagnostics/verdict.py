@@ -230,7 +230,7 @@ class Diagnostics(Measurements):
             return None
         wide = size == "too large"
         of_chains = "larger batch, smaller step size, or longer burn-in" if wide else "longer burn-in"
-        of_gaussian = f"a sampler, or {self.spread_advice}" if self.spread_advice else "a sampler"
+        of_gaussian = f"a sampler, or {self.spread_advice or 'the curvature at a mode (docs/laplace.md)'}"
         remedy = of_chains if self.kind == "chains" else of_gaussian
         return (
             f"the draws are too {'wide' if wide else 'narrow'} where the data outweigh the prior "
