@@ -1,9 +1,8 @@
 """Hooks that record the input and the output gradient of the modules that own random parameters.
 
-An identity is put into the autograd graph behind each of these modules. Its backward passes (input, output gradient) to
-a consumer, and does not store them. The input is an ordinary saved tensor, so activation checkpointing drops and
-recomputes it. Random parameters need no gradient themselves: the gradient of each row follows from (input, output
-gradient). One backward pass that delivers these pairs is one vector-Jacobian product (VJP).
+An identity behind each of these modules passes (input, output gradient) to a consumer in the backward pass. It stores
+neither: the input is a saved tensor, which activation checkpointing recomputes. Random parameters need no gradient:
+that of each row follows from the pair. A backward pass that delivers the pairs is a vector-Jacobian product (VJP).
 
 A row of the data may have several texts, such as a pair of answers. They go through the model one by one. The record of
 such a row holds the positions of all its texts side by side, so that a sum over positions is a sum over texts, too.
