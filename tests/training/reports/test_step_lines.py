@@ -15,7 +15,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.reports.step_lines import MAX_NUMBERS, short_line
 from tests import runs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Tracker(TrainerCallback):
