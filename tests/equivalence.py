@@ -218,12 +218,14 @@ def launched(directory: Path) -> Iterator[tuple[str, str]]:
         place = directory / f"processes-{processes}"
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        subprocess.run(
+        done = subprocess.run(
             [sys.executable, *command, "-m", "tests.equivalence", "launched", str(place)],
-            check=True,
             env=environment,
             capture_output=True,
+            text=True,
         )
+        if done.returncode:
+            raise RuntimeError(f"{processes} processes failed:\n{done.stderr}")
         yield f"processes/{processes}", files_of(place)
 
 
