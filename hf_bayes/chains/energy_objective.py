@@ -90,9 +90,9 @@ class EnergyObjective:
     def curvature(self, theta: Tensor, spec: CurvatureSpec, *, gradient: bool = True) -> EnergyPassResult:
         """Return value, gradient and Hessian of minus the energy at ``theta`` [d], the mean over all batches."""
         point = EnergyAtPoint(lambda theta, batch: self._value(theta, batch)[0], theta, self._batches())
-        return (
-            positive_curvature(point, spec) if self._positive else expand_energy(point, theta, spec, gradient=gradient)
-        )
+        if self._positive:
+            return positive_curvature(point, spec)
+        return expand_energy(point, theta, spec, gradient=gradient)
 
     def full_gradient(self, theta: Tensor, *, share: float = 1.0) -> Tensor:
         """Return minus the gradient of the energy at ``theta`` [M, d], the mean over all batches for any ``share``."""

@@ -66,15 +66,15 @@ def place_of(value: Tensor, row: int, objective: Objective) -> str:
     return objective.place_of(int(columns.nonzero()[0, 0]))
 
 
-def put_back(state: State, before: State | None, first: State, rows: Sequence[int]) -> State:
-    """Return a state with the values of ``first`` [m, ...] for the chains ``rows``.
+def put_back(before: State, after: State, first: State, rows: Sequence[int]) -> State:
+    """Return the state after an update with the values of ``first`` [m, ...] for the chains ``rows``.
 
     Args:
-        state: as an update has just made it; its tensors are changed.
-        before: the state before the update, whose tensors are not changed.
+        before: the state before the update. Its tensors are not changed.
+        after: the state that the update made. Its tensors are changed in place, except those of ``before``.
     """
-    kept = set[int]() if before is None else {id(value) for value in before._asdict().values()}
-    now = {name: value.clone() if id(value) in kept else value for name, value in state._asdict().items()}
+    kept = {id(value) for value in before._asdict().values()}
+    now = {name: value.clone() if id(value) in kept else value for name, value in after._asdict().items()}
     for name, value in first._asdict().items():
         now[name][rows] = value
-    return type(state)(**now)
+    return type(after)(**now)

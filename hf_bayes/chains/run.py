@@ -194,11 +194,11 @@ class Run(Generic[State]):
         self._require_finite({words.gradient: evaluation.grad_log_lik, words.value: evaluation.log_lik})
         if evaluation.anchor_grad is not None:
             self._require_finite({f"{words.gradient} at the anchor": evaluation.anchor_grad})
-        state, info = rule.update(state, evaluation, learning_rate, self.rngs)
-        self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
-        state = self._lost_at_start(state, rule)
+        after, info = rule.update(state, evaluation, learning_rate, self.rngs)
+        self._require_finite({f"{name} after the update": value for name, value in after._asdict().items()})
+        after = self._lost_at_start(rule, state, after)
         self.loss = evaluation.loss
-        return before, state, {**info, **evaluate.info()}, moved
+        return before, after, {**info, **evaluate.info()}, moved
 
     def _follow_kernel(self, kernel: Kernel[State], batches: list[Any]) -> tuple[Tensor, State, Info]:
         state, known = self.state, self.loss
@@ -275,13 +275,13 @@ class Run(Generic[State]):
             chains = [self.chains[row] for row in rows]
             raise not_finite(what, self.num_updates + 1, chains, place, self.objective.words, advice)
 
-    def _lost_at_start(self, state: State, rule: Rule[State]) -> State:
-        """Return the state with lost chains back at the start, where the objective can be evaluated."""
+    def _lost_at_start(self, rule: Rule[State], before: State, after: State) -> State:
+        """Return the state after an update, with lost chains at the start, where the objective can be evaluated."""
         if self._lost is None or not bool(self._lost.any()):
-            return state
+            return after
         rows = self._lost.nonzero()[:, 0].tolist()
         first = rule.init(self._start[rows], [self.rngs[row] for row in rows] if self.rngs else ())
-        return put_back(state, self.state, first, rows)
+        return put_back(before, after, first, rows)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 Use = Literal["called", "read", "replaced", "overridden", "provided", "argument", "accepted", "refused"]
-"""What the package does with a name of a host.
+"""The uses that the package makes of a name of a host.
 
 It calls a function, reads an attribute, or replaces its value. A class of ours overrides a name of the host's class, or
 provides a name that the host looks for and does not define itself. An argument is a name that a function of the host

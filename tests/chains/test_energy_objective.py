@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bayes.chains.energy_objective import EnergyObjective
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.gps import GPSConfig
@@ -136,3 +137,23 @@ def test_kernels_start_inside_the_support_and_never_leave_it(method: MethodConfi
     assert (draws > 0).all()
     with pytest.raises(FloatingPointError, match=r"non-finite energy at update 1 \(chain 0\)"):
         run(half_normal, method=method, theta=torch.tensor([[-1.0], [1.0]]))
+
+
+@pytest.mark.parametrize("score", ["heldout", "heldout_by_row"])
+def test_an_energy_has_no_held_out_rows(score: str) -> None:
+    objective = EnergyObjective(bowl, batched=False, requirements=MAPConfig().requirements)
+    with pytest.raises(TypeError, match="an energy has no held-out rows: the method needs a model and its data"):
+        getattr(objective, score)(torch.zeros(2, 3), "all", num_members=4)
+
+
+def test_the_gradient_of_all_batches_is_their_mean() -> None:
+    batches = [torch.tensor(1.0), torch.tensor(4.0)]
+    objective = EnergyObjective(
+        lambda theta, batch: batch * theta.square().sum(1) / 2,
+        batched=True,
+        requirements=MAPConfig().requirements,
+        all_batches=lambda: batches,
+    )
+    theta = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    torch.testing.assert_close(objective.full_gradient(theta), -2.5 * theta)
+    assert not torch.allclose(objective.full_gradient(theta), objective.evaluate(theta, batches[:1]).grad_log_lik)

@@ -95,7 +95,7 @@ class OfTwo(NamedTuple):
 def test_only_the_rows_are_put_back() -> None:
     before, state = OfTwo(torch.ones(3, 2), torch.ones(3)), OfTwo(torch.ones(3, 2), torch.ones(3))
     state = state._replace(step=before.step)  # an update may keep a tensor
-    found = put_back(state, before, OfTwo(torch.zeros(1, 2), torch.zeros(1)), [1])
+    found = put_back(before, state, OfTwo(torch.zeros(1, 2), torch.zeros(1)), [1])
     assert found.theta.tolist() == [[1, 1], [0, 0], [1, 1]]
     assert found.step.tolist() == [1, 0, 1]
     assert before.step.tolist() == [1, 1, 1]

@@ -79,7 +79,7 @@ OWN_CHOICES = (
           "record.loss.masked_fill(record.lost, math.nan)", "record.loss",
           ("objectives/test_range_test.py::test_a_rate_with_a_non_finite_number_only_loses",)),
     Fault("a trial goes on from numbers that are not finite", "chains/run.py",
-          "state = self._lost_at_start(state, rule)", "pass",
+          "after = self._lost_at_start(rule, state, after)", "pass",
           ("chains/test_finite.py::test_a_lost_chain_goes_back_to_its_start[map]",)),
     Fault("sample: a trial of rates hides a mistake in the energy", "chains/energy_settings.py",
           "if run.num_updates == 0 or not is_outside_support(error):", "if run.num_updates == 0:",

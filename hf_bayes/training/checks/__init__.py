@@ -1,1 +1,1 @@
-"""What is refused before the first update: arguments, rows, trainers with another loss, and too little memory."""
+"""The checks before the first update: they refuse arguments, rows, trainers with another loss, too little memory."""

@@ -1,1 +1,1 @@
-"""What a run observes and prints: the monitor, the trace, its lines, and the settings that it chose."""
+"""The reports of a run: its monitor, its trace, the lines that it prints, and the settings that it chose."""
