@@ -70,7 +70,7 @@ def settle(
 
 def _plan_of(method: MethodConfig, num_steps: int) -> TrialPlan:
     """Return the plan of a trial that a run of this method can pay for."""
-    return plan_trial(math.ceil(num_steps * method.requirements.gradients_per_update), method.num_chains)
+    return plan_trial(math.ceil(num_steps * method.requirements.gradients_per_update) * method.num_chains)
 
 
 def _require_trial(trial: Trial | None, method: MethodConfig) -> Trial:

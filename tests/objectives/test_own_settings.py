@@ -23,14 +23,14 @@ from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives.own_settings import Settings, settle
-from hf_bayes.objectives.range_test import RangeTest, TrialPlan
+from hf_bayes.objectives.range_test import RangeTest, TrialPlan, plan_trial
 
 ASKED: list[tuple[int, int, int]] = []
 
 
 def trial(plan: TrialPlan, adamw_steps: int) -> RangeTest:
     ASKED.append((len(plan.rates), plan.num_updates, adamw_steps))
-    return RangeTest(0.02, {0.04: 1.0}, plan.num_updates)
+    return RangeTest(0.02, {0.04: 1.0}, plan.usual, plan.num_updates)
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +49,8 @@ def test_optimisers_try_rates_and_fall_linearly(method: MethodConfig) -> None:
     found = settle(method, None, 1000, trial)
     assert found.learning_rate == 0.02
     assert found.method == replace(method, schedule=Linear())
-    gradients = 1000 * method.num_chains * method.requirements.gradients_per_update
-    assert [(6, min(40, gradients // 10 // 6), 1000)] == ASKED  # six rates in a tenth of the run's gradients
+    plan = plan_trial(int(1000 * method.num_chains * method.requirements.gradients_per_update))
+    assert [(len(plan.rates), plan.num_updates, 1000)] == ASKED
 
 
 def test_a_schedule_of_the_users_stays() -> None:
@@ -101,7 +101,7 @@ def test_an_average_of_iterates_keeps_the_rate_that_was_found() -> None:
 def test_a_resumed_run_takes_the_rate_that_was_found() -> None:
     first = settle(MAPConfig(), None, 1000, trial)
     assert first.found_rate == 0.02
-    assert first.trial == RangeTest(0.02, {0.04: 1.0}, 16)
+    assert first.trial == trial(plan_trial(1000), 1000)
     ASKED.clear()
     assert settle(MAPConfig(), None, 1000, trial, found=0.3) == Settings(first.method, 0.3, 0.3, None)
     sampler = settle(SGHMCConfig(), None, 1000, trial, found=0.3)

@@ -16,7 +16,15 @@ from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.registry import adamw_rule
-from hf_bayes.objectives.range_test import RATES, RangeTest, TrialPlan, plan_trial, range_test
+from hf_bayes.objectives.range_test import (
+    FACTORS,
+    FEW_FACTORS,
+    TYPICAL,
+    RangeTest,
+    TrialPlan,
+    plan_trial,
+    range_test,
+)
 
 PROBLEM = Problem(
     num_data=1, prior=GaussianPrior(torch.tensor(0.0), torch.tensor(1e6)), learning_rate=1.0, num_steps=100, burn_in=0,
@@ -52,16 +60,20 @@ class Valley:
         return ""
 
 
-def tried(distance: float, num_updates: int = 20, num_steps: int = 80) -> RangeTest:
-    updates, plan = [[None]] * num_updates, TrialPlan(RATES if num_updates else (), num_updates)
-    return range_test(Valley(distance), torch.zeros(3), PROBLEM, updates, plan=plan, num_steps=num_steps)
+PLAN = TrialPlan((0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03), 0.01, 20)
 
 
-@pytest.mark.parametrize(("distance", "best"), [(0.1, 1e-2), (1.0, 1e-1), (1e-3, 1e-3)])
+def tried(distance: float, plan: TrialPlan = PLAN) -> RangeTest:
+    updates = [[None]] * plan.num_updates
+    return range_test(Valley(distance), torch.zeros(3), PROBLEM, updates, plan=plan, num_steps=80)
+
+
+@pytest.mark.parametrize(("distance", "best"), [(0.1, 0.01), (1.0, 0.03), (0.001, 0.0001)])
 def test_the_best_rate_is_the_one_that_arrives(distance: float, best: float) -> None:
     found = tried(distance)
     assert min(found.losses, key=found.losses.__getitem__) == best
     assert found.learning_rate == best * math.sqrt(20 / 80)
+    assert found.usual == 0.01
     assert found.num_updates == 20
 
 
@@ -74,18 +86,22 @@ def test_members_with_their_own_rates_are_separate_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "num_chains", "rates", "updates"),
-    [(120, 1, 3, 4), (256, 1, 3, 8), (100, 4, 6, 6), (200, 4, 6, 13), (600, 1, 6, 10), (10**6, 4, 6, 40)],
-)
-def test_a_trial_takes_at_most_a_tenth_of_the_run(num_steps: int, num_chains: int, rates: int, updates: int) -> None:
-    plan = plan_trial(num_steps, num_chains)
-    assert (len(plan.rates), plan.num_updates) == (rates, updates)
-    assert rates * updates <= 0.1 * num_steps * num_chains
+    ("gradients", "factors", "updates", "share"),
+    [(24, FEW_FACTORS, 4, 0.5), (120, FEW_FACTORS, 4, 0.1), (300, FEW_FACTORS, 10, 0.1), (1200, FEW_FACTORS, 12, 0.03),
+     (2000, FACTORS, 10, 0.03), (4800, FACTORS, 24, 0.03), (8000, FACTORS, 40, 0.03), (10**6, FACTORS, 40, 0.03)],
+)  # fmt: skip
+def test_a_trial_takes_a_small_part_of_the_run(
+    gradients: int, factors: tuple[float, ...], updates: int, share: float
+) -> None:
+    plan = plan_trial(gradients)
+    usual = TYPICAL / math.sqrt(updates)
+    assert plan == TrialPlan(tuple(usual * factor for factor in factors), usual, updates)
+    assert usual in plan.rates
+    assert len(plan.rates) * updates <= share * gradients
 
 
-def test_a_short_run_tries_three_rates_below_the_usual_one() -> None:
-    assert plan_trial(24, 1) == TrialPlan((0.006, 0.018, 0.06), 4, 0.06)  # half of the run
-    assert plan_trial(23, 1) == TrialPlan((), 0)
+def test_a_run_of_a_few_gradients_has_no_trial() -> None:
+    assert plan_trial(23).rates == ()
 
 
 class Known(Valley):
@@ -101,27 +117,28 @@ class Known(Valley):
 
 @pytest.mark.parametrize(
     ("losses", "best"),
-    [((5.0, 4.95, 5.0), 0.04), ((5.0, 4.7, 5.0), 0.01), ((5.0, 4.9, 4.8), 0.04), ((5.0, 5.1, math.nan), 0.004),
-     ((-1.0, -1.02, -1.0), 0.04), ((-1.0, -1.1, -1.0), 0.01)],
-    ids=["nearly equal", "clearly better", "worse", "not finite", "negative and equal", "negative and better"],
+    [((4.95, 5.0, 5.0), 0.01), ((4.7, 5.0, 5.0), 0.004), ((5.0, 5.0, 4.95), 0.01), ((5.0, 5.0, 4.7), 0.04),
+     ((4.9, 4.8, 5.0), 0.01), ((5.0, math.nan, 5.1), 0.004), ((-1.02, -1.0, -1.0), 0.01), ((-1.1, -1.0, -1.0), 0.004)],
+    ids=["nearly equal", "better", "larger and equal", "larger and better",
+         "worse", "not finite", "negative, equal", "negative, better"],
 )  # fmt: skip
-def test_a_smaller_rate_needs_a_margin_in_a_short_trial(losses: tuple[float, ...], best: float) -> None:
-    plan = TrialPlan((0.004, 0.01, 0.04), 10, usual=0.04)
+def test_another_rate_than_the_usual_one_needs_a_margin(losses: tuple[float, ...], best: float) -> None:
+    plan = TrialPlan((0.004, 0.01, 0.04), 0.01, 10)
     found = range_test(Known(*losses), torch.zeros(3), PROBLEM, [[None]] * 10, plan=plan, num_steps=1000)
     assert found.learning_rate == best * 0.1
-    assert found.describe().endswith("; a rate below 0.04 has to be 5% better)")
+    assert found.describe().endswith("; a rate other than the usual 0.01 has to be 5% better)")
 
 
 def test_a_run_too_short_to_try_takes_the_default() -> None:
-    found = tried(1.0, num_updates=0)
-    assert found == RangeTest(DEFAULT_ADAMW_RATE, {}, 0)
+    found = tried(1.0, plan_trial(0))
+    assert (found.learning_rate, found.losses, found.num_updates) == (DEFAULT_ADAMW_RATE, {}, 0)
     words = "the run is too short to try several, and to learn much. Train longer, or give a learning rate"
     assert found.describe() == f"learning rate 0.001: {words}"
 
 
 def test_the_description_names_every_rate_and_its_loss() -> None:
     text = tried(0.1).describe()
-    assert text.startswith("learning rate 0.005, from a trial of 6 rates over 20 updates (loss 0.0003: 0.097, ")
+    assert text.startswith("learning rate 0.005, from a trial of 6 rates over 20 updates (loss 0.0001: 0.099, ")
     assert text.count(":") == 6
 
 
@@ -133,7 +150,7 @@ class Spoilt(Valley):
         members: all by default.
     """
 
-    def __init__(self, spoil: Any, *, begin: int = 0, members: tuple[int, ...] = tuple(range(len(RATES)))) -> None:
+    def __init__(self, spoil: Any, *, begin: int = 0, members: tuple[int, ...] = tuple(range(len(FACTORS)))) -> None:
         super().__init__(0.1)
         self.spoil, self.begin, self.members, self.step = spoil, begin, torch.tensor(members), 0
 
@@ -171,16 +188,16 @@ def steep(found: Evaluation, members: Tensor) -> Evaluation:
 @pytest.mark.parametrize("spoil", [overflowing, element_of_gradient, steep])
 @pytest.mark.parametrize("begin", [0, 7, 19])
 def test_a_rate_with_a_non_finite_number_only_loses(spoil: Any, begin: int) -> None:
-    updates, plan, whole = [[None]] * 20, TrialPlan(RATES, 20), tried(0.1).losses
+    updates, whole = [[None]] * 20, tried(0.1).losses
     valley = Spoilt(spoil, begin=begin, members=(3, 4))  # the best rate is one of them
-    found = range_test(valley, torch.zeros(3), PROBLEM, updates, plan=plan, num_steps=80)
-    assert [rate for rate, loss in found.losses.items() if math.isnan(loss)] == [1e-2, 3e-2]
+    found = range_test(valley, torch.zeros(3), PROBLEM, updates, plan=PLAN, num_steps=80)
+    assert [rate for rate, loss in found.losses.items() if math.isnan(loss)] == [0.003, 0.01]
     assert all(loss == whole[rate] for rate, loss in found.losses.items() if not math.isnan(loss))
-    assert found.learning_rate == 0.05  # of 1e-1, the next best
+    assert found.learning_rate == 0.03 * math.sqrt(20 / 80)  # the next best
 
 
 def test_a_trial_is_the_run_of_all_its_rates_bit_by_bit() -> None:
-    rule = adamw_rule(PROBLEM, rates=torch.tensor(RATES))
+    rule = adamw_rule(PROBLEM, rates=torch.tensor(PLAN.rates))
     run = Run(rule, Valley(0.1), torch.zeros(6, 3), (), PROBLEM)
     losses = [run.update([None], 1 - step / 20).loss for step in range(20)]
     means = torch.stack([loss for loss in losses if loss is not None])[-6:].mean(0)
@@ -188,20 +205,20 @@ def test_a_trial_is_the_run_of_all_its_rates_bit_by_bit() -> None:
 
 
 def test_a_trial_that_loses_every_rate_says_that_none_was_given() -> None:
-    updates, plan = [[None]] * 20, TrialPlan(RATES, 20)
+    updates = [[None]] * 20
     valley = Spoilt(overflowing, begin=7)
     valley.words = valley.words._replace(cause=". It may have overflowed")
     words = (
-        r"non-finite log-likelihood or gradient at every learning rate of the trial \(0.0003, .* 0.1\), at the last of "
-        r"them in update 8\. No learning rate was given: give one below 0.0003 .*, or check .* for NaN\. It may"
+        r"non-finite log-likelihood or gradient at every learning rate of the trial \(0.0001, .* 0.03\), at the last "
+        r"of them in update 8\. No learning rate was given: give one below 0.0001 .*, or check .* for NaN\. It may"
     )
     with pytest.raises(FloatingPointError, match=words):
-        range_test(valley, torch.zeros(3), PROBLEM, updates, plan=plan, num_steps=80)
+        range_test(valley, torch.zeros(3), PROBLEM, updates, plan=PLAN, num_steps=80)
 
 
 @pytest.mark.parametrize(("spoil", "place"), [(overflowing, r", w\[0\]"), (element_of_gradient, r", w\[1\]")])
 def test_a_start_that_is_not_finite_is_no_fault_of_the_rates(spoil: Any, place: str) -> None:
-    updates, plan = [[None]] * 20, TrialPlan(RATES, 20)
+    updates = [[None]] * 20
     words = f"non-finite .* at the weights where the trial of learning rates starts{place}: check the data and the"
     with pytest.raises(FloatingPointError, match=words):
-        range_test(Spoilt(spoil), torch.zeros(3), PROBLEM, updates, plan=plan, num_steps=80)
+        range_test(Spoilt(spoil), torch.zeros(3), PROBLEM, updates, plan=PLAN, num_steps=80)

@@ -26,7 +26,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives import own_settings, starting
-from hf_bayes.objectives.range_test import RATES, TrialPlan
+from hf_bayes.objectives.range_test import TrialPlan, trial_of
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
@@ -34,6 +34,8 @@ from hf_bayes.training.reports import own_choices
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
+
+PLAN = trial_of(8)
 
 
 def trainer(directory: Path, method: Any, **changes: Any) -> Any:
@@ -43,7 +45,7 @@ def trainer(directory: Path, method: Any, **changes: Any) -> Any:
 @pytest.fixture
 def always_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of eight updates, however short the run is."""
-    monkeypatch.setattr(own_settings, "plan_trial", lambda gradients, num_chains: TrialPlan(RATES, 8))
+    monkeypatch.setattr(own_settings, "plan_trial", lambda gradients: PLAN)
 
 
 def test_no_learning_rate_is_the_default(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_a_sampler_finds_its_settings_and_saves_them(
     run.train()
     run.save_model()
     assert "warm start by AdamW: learning rate" in caplog.text
-    assert f"from a trial of {len(RATES)} rates over 8 updates" in caplog.text
+    assert f"from a trial of {len(PLAN.rates)} rates over 8 updates" in caplog.text
     assert "chains start at a draw of the Gaussian approximation: on the way" in caplog.text
     assert "sghmc: step size" in caplog.text
     with warnings.catch_warnings():
@@ -76,7 +78,7 @@ def test_an_optimiser_runs_at_the_rate_it_found(tmp_path: Path, always_tries: No
     run = trainer(tmp_path, dataclasses.replace(method, prior_std=0.1))
     run.train()
     found = run.active.settings.trial.learning_rate
-    assert found in [pytest.approx(rate * (8 / 32) ** 0.5) for rate in RATES]
+    assert found in [pytest.approx(rate * (8 / 32) ** 0.5) for rate in PLAN.rates]
     rates = [log["learning_rate"] for log in run.state.log_history if "learning_rate" in log]
     assert rates == pytest.approx([found * (1 - step / 32) for step in range(32)], abs=1e-12)
     assert run.method.schedule == Linear()
@@ -86,8 +88,8 @@ def test_an_optimiser_runs_at_the_rate_it_found(tmp_path: Path, always_tries: No
 def test_a_rate_that_overflows_the_model_only_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for other in (3e-3, 1e30):
-        plan = TrialPlan((1e-3, other), 8)
-        monkeypatch.setattr(own_settings, "plan_trial", lambda gradients, num_chains, plan=plan: plan)
+        plan = TrialPlan((1e-3, other), 1e-3, 8)
+        monkeypatch.setattr(own_settings, "plan_trial", lambda gradients, plan=plan: plan)
         run = trainer(tmp_path, MAPConfig(prior_std=0.1))
         run.train()
         found.append(run.active.settings.trial)
@@ -97,7 +99,7 @@ def test_a_rate_that_overflows_the_model_only_loses(tmp_path: Path, monkeypatch:
 
 
 def test_a_trial_without_a_finite_rate_ends_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_settings, "plan_trial", lambda gradients, num_chains: TrialPlan((1e30, 1e32), 8))
+    monkeypatch.setattr(own_settings, "plan_trial", lambda gradients: TrialPlan((1e30, 1e32), 1e30, 8))
     with pytest.raises(FloatingPointError, match=r"at every learning rate .* in step 2\. No learning rate was given"):
         trainer(tmp_path, MAPConfig(prior_std=0.1)).train()
 
