@@ -11,8 +11,9 @@ from collections import namedtuple
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+
+EVERY_ROW = slice(0, None, 1)
 
 
 def joined_state(own: Mapping[str, Tensor], inner: Any, *, prefix: str = "") -> Any:
@@ -50,20 +51,25 @@ def _joined_type(own: tuple[str, ...], inner: Hashable, prefix: str) -> Any:
     return type("JoinedState", (flat,), {"__slots__": (), "inner": inner, "prefix": prefix})
 
 
-def rows_of(values: Any, rows: list[int]) -> Any:
-    """Return some rows of a NamedTuple of tensors; None stays."""
+def rows_of(values: Any, rows: slice) -> Any:
+    """Return some rows of a NamedTuple of tensors, as views; None stays."""
+    if rows == EVERY_ROW:
+        return values
     return type(values)(*(value if value is None or value.ndim == 0 else value[rows] for value in values))
 
 
-def merged(parts: Sequence[tuple[list[int], Any]]) -> Any:
+def merged(parts: Sequence[tuple[slice, Any]]) -> Any:
     """Return the state of all chains from (rows, state of these chains)."""
     kind: Any = type(parts[0][1])
     return kind(*(scattered([(rows, part[place]) for rows, part in parts]) for place in range(len(kind._fields))))
 
 
-def scattered(parts: Sequence[tuple[list[int], Tensor]]) -> Tensor:
+def scattered(parts: Sequence[tuple[slice, Tensor]]) -> Tensor:
     """Return the tensors of groups of rows as one, each row at its place."""
+    first = parts[0][1]
     if len(parts) == 1:
-        return parts[0][1]
-    order = torch.tensor([row for rows, _ in parts for row in rows], device=parts[0][1].device)
-    return torch.cat([value for _, value in parts])[order.argsort()]
+        return first
+    whole = first.new_empty(sum(len(value) for _, value in parts), *first.shape[1:])
+    for rows, value in parts:
+        whole[rows] = value
+    return whole

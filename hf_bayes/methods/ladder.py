@@ -170,7 +170,7 @@ class _Ladder:
         looks = theta.new_zeros(len(theta), len(self.looks), theta.shape[1])
         nll = torch.zeros(len(theta), len(self.rungs), dtype=torch.float64, device=theta.device)
         parts = [
-            (rows, self.rungs[index].rule.init(theta[rows], [rngs[row] for row in rows])) for index, rows in _groups(on)
+            (rows, self.rungs[index].rule.init(theta[rows], rngs[rows])) for index, rows in _groups(on)
         ]
         drawn = on[:, None].repeat(1, len(self.draws))
         lost = torch.zeros_like(on)
@@ -179,7 +179,7 @@ class _Ladder:
 
     def locate(self, state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
         """Return where the gradients are needed."""
-        found = [(rows, rung.rule.locate(part, [rngs[row] for row in rows])) for rows, rung, part in self._parts(state)]
+        found = [(rows, rung.rule.locate(part, rngs[rows])) for rows, rung, part in self._parts(state)]
         theta = scattered([(rows, theta) for rows, (theta, _) in found])
         return theta, with_inner(state, merged([(rows, part) for rows, (_, part) in found]))
 
@@ -201,7 +201,7 @@ class _Ladder:
             seen = rows_of(evaluation, rows)
             if seen.anchor_grad is not None and rung.rule.anchor(part) is None:
                 seen = seen._replace(anchor_grad=None)
-            after, info = rung.rule.update(part, seen, lr, [rngs[row] for row in rows])
+            after, info = rung.rule.update(part, seen, lr, rngs[rows])
             states.append((rows, after))
             infos.append((rows, info))
         common = set.intersection(*(set(info) for _, info in infos))
@@ -325,7 +325,7 @@ class _Ladder:
         on = state.ladder_drawn[0, : draws.shape[1]] == state.ladder_rung[0]
         return draws[:, on.to(draws.device)] if bool(on.any()) else state.theta[:, None].to(draws)
 
-    def _parts(self, state: Any) -> list[tuple[list[int], Rung, Any]]:
+    def _parts(self, state: Any) -> list[tuple[slice, Rung, Any]]:
         """Return the rows of each rung that has chains, the rung, and the state of its method."""
         whole = inner_state(state)
         return [(rows, self.rungs[index], rows_of(whole, rows)) for index, rows in _groups(state.ladder_rung)]
@@ -343,6 +343,8 @@ def _is_better(other: RowScores, now: RowScores) -> bool:
     return difference < -(difference_std_error(other, now) or 0.0)
 
 
-def _groups(on: Tensor) -> list[tuple[int, list[int]]]:
-    """Return the rungs that have chains, with these chains."""
-    return [(int(index), (on == index).nonzero()[:, 0].tolist()) for index in on.unique()]
+def _groups(on: Tensor) -> list[tuple[int, slice]]:
+    """Return the rungs that have chains, with these chains: every R-th one before the choice, all of them after it."""
+    rungs = on.tolist()
+    first = {index: rungs.index(index) for index in sorted(set(rungs))}
+    return [(index, slice(at, None, len(first))) for index, at in first.items()]
