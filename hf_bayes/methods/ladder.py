@@ -169,9 +169,7 @@ class _Ladder:
         on = torch.arange(len(theta), device=theta.device) % len(self.rungs)
         looks = theta.new_zeros(len(theta), len(self.looks), theta.shape[1])
         nll = torch.zeros(len(theta), len(self.rungs), dtype=torch.float64, device=theta.device)
-        parts = [
-            (rows, self.rungs[index].rule.init(theta[rows], rngs[rows])) for index, rows in _groups(on)
-        ]
+        parts = [(rows, self.rungs[index].rule.init(theta[rows], rngs[rows])) for index, rows in _groups(on)]
         drawn = on[:, None].repeat(1, len(self.draws))
         lost = torch.zeros_like(on)
         own = {"ladder_rung": on, "ladder_looks": looks, "ladder_nll": nll, "ladder_drawn": drawn, "ladder_lost": lost}

@@ -28,9 +28,10 @@ from hf_bayes.core.config import DEFAULT_ADAMW_RATE
 from hf_bayes.core.types import Problem
 from hf_bayes.methods.registry import adamw_rule
 
-TYPICAL = 0.134
-"""The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 180 updates, 1e-3 for 18,000. Longer trials, of
-20 updates at each rate, chose it with every seed of the eight tasks of docs/results/recommend.md."""
+TYPICAL, TYPICAL_OF_LONG = 0.134, 0.19
+"""The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 180 updates. In runs that can pay for a trial of
+all ``FACTORS`` it is TYPICAL_OF_LONG / sqrt(N): 1e-3 for 36,000. Earlier trials, of fixed rates, found these on
+every task of docs/results/recommend.md, which has runs at 0.7 times and at twice the rate, too."""
 
 FACTORS, FEW_FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (0.1, 0.3, 1.0)
 """The rates of a trial as multiples of the usual one, and those of a run that cannot pay for all of them."""
@@ -98,17 +99,17 @@ class TrialPlan(NamedTuple):
 
 def plan_trial(gradients: int) -> TrialPlan:
     """Return the trial that a run of so many gradients, of all its chains, can pay for."""
-    for factors in (FACTORS, FEW_FACTORS):
+    for factors, typical in ((FACTORS, TYPICAL_OF_LONG), (FEW_FACTORS, TYPICAL)):
         count = int(SHARE * gradients) // len(factors)
         if count >= ENOUGH_UPDATES:
-            return trial_of(min(count, MAX_UPDATES), factors)
+            return trial_around(typical, min(count, MAX_UPDATES), factors)
     count = max(MIN_UPDATES, min(int(SHORT_SHARE * gradients) // len(FEW_FACTORS), ENOUGH_UPDATES))
-    return trial_of(count, FEW_FACTORS if count * len(FEW_FACTORS) <= MOST * gradients else ())
+    return trial_around(TYPICAL, count, FEW_FACTORS if count * len(FEW_FACTORS) <= MOST * gradients else ())
 
 
-def trial_of(num_updates: int, factors: tuple[float, ...] = FACTORS) -> TrialPlan:
-    """Return the trial of so many updates, of multiples of their usual rate."""
-    usual = TYPICAL / math.sqrt(num_updates)
+def trial_around(typical: float, num_updates: int, factors: tuple[float, ...] = FACTORS) -> TrialPlan:
+    """Return the trial of so many updates, of multiples of the usual rate typical / sqrt(updates)."""
+    usual = typical / math.sqrt(num_updates)
     return TrialPlan(tuple(usual * factor for factor in factors), usual, num_updates)
 
 

@@ -20,6 +20,7 @@ from hf_bayes.objectives.range_test import (
     FACTORS,
     FEW_FACTORS,
     TYPICAL,
+    TYPICAL_OF_LONG,
     RangeTest,
     TrialPlan,
     plan_trial,
@@ -94,7 +95,7 @@ def test_a_trial_takes_a_small_part_of_the_run(
     gradients: int, factors: tuple[float, ...], updates: int, share: float
 ) -> None:
     plan = plan_trial(gradients)
-    usual = TYPICAL / math.sqrt(updates)
+    usual = (TYPICAL_OF_LONG if factors is FACTORS else TYPICAL) / math.sqrt(updates)
     assert plan == TrialPlan(tuple(usual * factor for factor in factors), usual, updates)
     assert usual in plan.rates
     assert len(plan.rates) * updates <= share * gradients

@@ -23,7 +23,7 @@ from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFie
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.objectives import own_settings
 from hf_bayes.objectives.heldout import HeldOutRows
-from hf_bayes.objectives.range_test import trial_of
+from hf_bayes.objectives.range_test import trial_around
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.processes.curvature_passes import curvature_passes
@@ -149,7 +149,7 @@ class Worker:
         whole = self.trainer(f"own{chains}", method, **settings)
         moved = self.trainer(f"own_moved{chains}", method, **settings)
         earlier = None if self.earlier is None else str(self.earlier / f"own_moved{chains}" / "checkpoint-20")
-        with unittest.mock.patch.object(own_settings, "plan_trial", return_value=trial_of(4)):
+        with unittest.mock.patch.object(own_settings, "plan_trial", return_value=trial_around(0.134, 4)):
             whole.train()
             moved.train(resume_from_checkpoint=earlier)
         self.keep(f"own{chains}", whole)

@@ -26,7 +26,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives import own_settings, starting
-from hf_bayes.objectives.range_test import TrialPlan, trial_of
+from hf_bayes.objectives.range_test import TrialPlan, trial_around
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
@@ -35,7 +35,7 @@ from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
-PLAN = trial_of(8)
+PLAN = trial_around(0.134, 8)
 
 
 def trainer(directory: Path, method: Any, **changes: Any) -> Any:
