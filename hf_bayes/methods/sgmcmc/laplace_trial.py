@@ -13,11 +13,13 @@ directions where the data outweigh the prior,
   Otherwise it starts at theta_0.
 * A *control variate* takes two gradients for an update: g(theta) - g(theta_0) on a minibatch, plus the gradient of all
   rows at theta_0, which is computed once. It changes the noise of a gradient and not its mean, so the target is the
-  same. The relaxation is proportional to V, so where the approximation fits it pays if 2 V_d < V_1.
+  same. The relaxation is proportional to V. So where the approximation fits it pays if c V_d < V_1, with c the factor
+  by which it raises the number of gradients: 2 to 3, with the pass over all rows.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -96,16 +98,30 @@ def take(trial: Trial, gradients: Tensor, direction: Tensor, informed: Tensor) -
     return Trial(gradients, squares, slope, count)
 
 
-def choose(trial: Trial, least: float) -> Choice:
+def cost_of_anchor(num_updates: int, update_fraction: float | None) -> float:
+    """Return the gradients of updates with a control variate, and of the pass over all rows, over those without it.
+
+    It is infinite if the pass is longer than the updates: nobody expects a short run to read all of a large data set.
+
+    Args:
+        num_updates: the updates after the trial.
+        update_fraction: the share of the data's rows in one update; None leaves out the pass.
+    """
+    share = 0.0 if update_fraction is None else 1 / (update_fraction * num_updates)
+    return 2.0 + share if share <= 1 else math.inf
+
+
+def choose(trial: Trial, least: float, cost: float) -> Choice:
     """Return the choices after the last minibatch.
 
     Args:
         least: V below which the step size does not grow any more.
+        cost: the result of ``cost_of_anchor``.
     """
     at_start, at_draw, beside = (trial.squares / (trial.num_taken // 2)[:, None]).clamp_min(least).unbind(1)
     slope = trial.slope / trial.num_taken
     fits = (slope > 1 / MAX_MISFIT) & (slope < MAX_MISFIT) & (at_draw <= MAX_NOISE * at_start)
-    anchored = fits & (2 * beside < at_draw)
+    anchored = fits & (cost * beside < at_draw)
     choice = Choice(fits, anchored, beside, at_start, at_draw, beside, slope)
     return choice._replace(variance=torch.where(anchored, beside, choice.without_anchor))
 

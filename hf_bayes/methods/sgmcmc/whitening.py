@@ -189,8 +189,8 @@ class WhitenedSampler:
 
     def choose(self, state: Any, passes: DataPasses) -> Any:
         """Return the state at the start that the trial has chosen, with the step size."""
-        found = laplace_trial.choose(_trial(state), self._allowed / MAX_STEP**2)
-        all_rows = None
+        cost = laplace_trial.cost_of_anchor(self.problem.num_steps - self.num_measured, self.problem.update_fraction)
+        found, all_rows = laplace_trial.choose(_trial(state), self._allowed / MAX_STEP**2, cost), None
         if bool(found.anchored.any()):
             all_rows = passes.full_gradient(state.origin)
             found = laplace_trial.without_anchor(found) if all_rows is None else found

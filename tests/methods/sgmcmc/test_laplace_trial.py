@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from hf_bayes.methods.sgmcmc.laplace_trial import Choice
 DIM, COUNT = 400, 40
 
 
-def choice_of(*, slope: float = 1.0, at_start: float = 4.0, common: float = 1.0, own: float = 0.0) -> Choice:
+def choice_of(
+    *, slope: float = 1.0, at_start: float = 4.0, common: float = 1.0, own: float = 0.0, cost: float = 2.0
+) -> Choice:
     """Return the choice after gradients g_0 = sqrt(V_0) e and g_1 = slope v + sqrt(common) e + sqrt(own) f."""
     rng = torch.Generator().manual_seed(0)
 
@@ -25,7 +29,7 @@ def choice_of(*, slope: float = 1.0, at_start: float = 4.0, common: float = 1.0,
         at_draw = slope * direction + common**0.5 * noise + own**0.5 * normal()
         gradients = torch.stack([at_start**0.5 * noise, at_draw], 1)
         trial = laplace_trial.take(trial, gradients, direction, torch.ones(1, DIM).double())
-    return laplace_trial.choose(trial, 0.01)
+    return laplace_trial.choose(trial, 0.01, cost)
 
 
 def test_variances_and_slope_are_those_of_the_gradients() -> None:
@@ -42,6 +46,8 @@ def test_variances_and_slope_are_those_of_the_gradients() -> None:
     [
         ({"common": 4.0, "own": 1.0}, True, True),  # 2 * 1 < 5
         ({"common": 4.0, "own": 6.0}, True, False),  # 2 * 6 > 10
+        ({"common": 4.0, "own": 2.0, "cost": 2.5}, True, True),  # 2.5 * 2 < 6
+        ({"common": 4.0, "own": 2.4, "cost": 3.0}, True, False),  # 3 * 2.4 > 6.4
         ({"common": 4.0, "own": 0.5, "slope": 3.0}, False, False),
         ({"common": 4.0, "own": 0.5, "slope": 0.3}, False, False),
         ({"common": 4.0, "own": 16.0}, False, False),  # noisier by a factor of 5: LoRA, too far from its warm start
@@ -52,6 +58,14 @@ def test_the_choice_follows_from_slope_and_variances(gradients: dict[str, float]
     assert (bool(found.fits), bool(found.anchored)) == (fits, anchored)
     expected = found.beside if anchored else found.at_draw if fits else found.at_start
     assert torch.equal(found.variance, expected)
+
+
+def test_a_pass_over_all_rows_counts_among_the_updates() -> None:
+    """200 updates of a 50th of the rows take as many gradients as four passes, and one more pass makes it 9 / 4."""
+    assert laplace_trial.cost_of_anchor(200, 1 / 50) == pytest.approx(2.25)
+    assert laplace_trial.cost_of_anchor(50, 1 / 50) == pytest.approx(3)
+    assert laplace_trial.cost_of_anchor(49, 1 / 50) == math.inf  # the pass is longer than the run
+    assert laplace_trial.cost_of_anchor(200, None) == 2
 
 
 def test_without_the_gradient_of_all_rows_no_chain_is_anchored() -> None:
