@@ -110,7 +110,7 @@ def begin(rows: AnyTarget, row: Row, seed: int = 0, theta: Tensor | None = None)
 
     started = start_run(
         rows.attached(chains), method, DataScale(float(n), n, n, batch), num_steps=num_steps, learning_rate=None,
-        seed=seed, theta=theta, batch_fraction=batch / n, shared=False, members_per_pass=chains,
+        seed=seed, theta=theta, most_terms=1, batch_fraction=batch / n, shared=False, members_per_pass=chains,
         data=DataAccess(lambda numbers: (take(part) for part in _parts(numbers)), n),
         trial_updates=lambda: updates(None),
     )  # fmt: skip
