@@ -17,6 +17,9 @@ from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate
 MAX_DISPLACEMENT = 1.0
 """The largest root mean square distance of a MAP from the Gaussian's maximum, in the Gaussian's standard deviations."""
 
+MINOR = 0.01
+"""The largest share of parameters whose covariance may be diagonal without a warning, as that of the biases."""
+
 
 def how_far(
     gradient: GradientEstimate, prior_gradient: Tensor, covariance: Covariance, temperature: float
@@ -76,13 +79,15 @@ def _norm_in_words(gradient: GradientEstimate, norm: float | None) -> str:
     return f"a norm that {gradient.num_rows} rows cannot distinguish from 0" if norm is None else f"norm {norm:.3g}"
 
 
-def diagonal_warning(fallbacks: Mapping[str, str], structure: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return a warning that lists the tensors whose covariance is diagonal, with the reasons."""
+def diagonal_warning(fallbacks: Mapping[str, str], structure: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return a warning that lists the tensors whose covariance is diagonal, with reasons; None if they are small."""
+    size, whole = (sum(math.prod(shapes[name]) for name in names) for names in (fallbacks, shapes))
+    if size <= MINOR * whole:
+        return None
     reasons: dict[str, list[str]] = {}
     for name, reason in fallbacks.items():
         reasons.setdefault(reason, []).append(name)
     parts = [f"{len(names)}: {reason} (first {names[0]})" for reason, names in reasons.items()]
-    size, whole = (sum(math.prod(shapes[name]) for name in names) for names in (fallbacks, shapes))
     return (
         f"structure={structure!r} keeps the diagonal of {len(fallbacks)} of {len(shapes)} tensors, with {size} "
         f"of {whole} parameters, in whole or on one side: {'; '.join(parts)}. Their names are in "

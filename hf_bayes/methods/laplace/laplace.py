@@ -220,8 +220,9 @@ class LaplaceConfig(MethodConfig):
     def final_pass(self, theta: Tensor, passes: DataPasses, problem: Problem) -> FinalPassResult:
         """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""
         found = self.around(theta, passes, problem)
-        if fallbacks := found.report["laplace"][0].get("diagonal"):  # the same tensors in all chains
-            warnings.warn(diagonal_warning(fallbacks, self.structure, problem.shapes))
+        fallbacks = found.report["laplace"][0].get("diagonal", {})  # the same tensors in all chains
+        if words := diagonal_warning(fallbacks, self.structure, problem.shapes):
+            warnings.warn(words)
         return found
 
     def around(self, theta: Tensor, passes: DataPasses, problem: Problem) -> FinalPassResult:
