@@ -27,6 +27,7 @@ from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading.posterior import read
 from hf_bayes.models.loading.student_network import network_of
+from hf_bayes.models.predictors import num_averaged
 from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import NETWORKS
@@ -125,7 +126,6 @@ def _distil(
             (elsewhere,) = collect(reader, batches.of(other, "other rows"), [network])
             elsewhere = elsewhere.to(model.device)
         report = report_of(heldout, head, reader.logits, elsewhere) | {"network_kl": untrained[chosen]}
-    averages = model.predictor.averages_members
     description = {
         "posterior": posterior.fingerprint,
         "network": names[chosen],
@@ -133,7 +133,7 @@ def _distil(
         "hidden_size": targets.hidden.shape[-1],
         "width": width,
         "prediction": model.predictor.prediction,
-        "num_members": len(model.theta) if averages else 0,
+        "num_members": num_averaged(model.predictor, len(model.theta)),
         "num_terms": int((~is_heldout).sum()),
         "report": report,
     }

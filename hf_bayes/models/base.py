@@ -26,7 +26,7 @@ from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.loading.base_model import core_of, num_labels_of, refuse_foreign
 from hf_bayes.models.loading.posterior import loaded
-from hf_bayes.models.predictors import MemberLogLik, Predictor, Reader, Readings
+from hf_bayes.models.predictors import MemberLogLik, Predictor, Reader, Readings, num_averaged
 from hf_bayes.models.refusals import refuse_distilled, refuse_likelihood, refuse_theta
 from hf_bayes.models.restoration import Restoration
 from hf_bayes.posteriors.posterior import Posterior
@@ -187,7 +187,7 @@ class BayesianModel(HostMethods):
         """Predict by this predictor, at the stored temperature of the mixture if it was fitted for this prediction."""
         self.predictor = predictor
         stored = {} if self.posterior is None or not self.calibrated else self.posterior.config.calibration
-        own = predictor.imitates or (predictor.prediction, len(self.theta) if predictor.averages_members else 0)
+        own = predictor.imitates or (predictor.prediction, num_averaged(predictor, len(self.theta)))
         self.current_members.own_temperature = stored_temperature(stored, *own)
         return self
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_bayes.metrics.calibration import NUM_GROUPS, Calibration, GroupSums, fit_calibration
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.predictors import Predictive, num_averaged
 
 
 def calibration_of(
@@ -63,7 +63,7 @@ def fit_to(model: BayesianModel, sums: GroupSums, *, num_members: int | None = N
     count = len(model.current) if num_members is None else num_members
     return fit_calibration(
         sums,
-        num_members=count if model.predictor.averages_members else 0,
+        num_members=num_averaged(model.predictor, count),
         prediction=model.predictor.prediction,
     )
 

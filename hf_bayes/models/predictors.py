@@ -88,3 +88,11 @@ class Predictor(Protocol):
     def check_shown(self) -> None:
         """Raise a ValueError if the model cannot predict by members other than its own."""
         ...
+
+
+def num_averaged(predictor: Predictor, num_members: int) -> int:
+    """Return the number of members that a prediction depends on: ``num_members``, or 0 if it has no average over them.
+
+    Calibrations, thresholds and students record it with the name of the prediction that they belong to.
+    """
+    return num_members if predictor.averages_members else 0
