@@ -36,7 +36,7 @@ CALIBRATION = (
           "groups.repeat_interleave(terms)", "torch.arange(int(terms.sum())) % NUM_GROUPS",
           (f"{MODELS}test_the_tokens_of_a_row_are_in_one_group",)),
     Fault("calibration: fewer members get the temperature of all", "models/base.py",
-          "len(self.theta) if predictor.averages_members else 0",
+          "num_averaged(predictor, len(self.theta))",
           'stored.get("num_members")', (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
     Fault("calibration: other members get the temperature", "models/current_members.py",
           "self.own_temperature if self.shown is None else self.shown_temperature", "self.own_temperature",
