@@ -91,7 +91,7 @@ class Predictor(Protocol):
 
 
 def num_averaged(predictor: Predictor, num_members: int) -> int:
-    """Return the number of members that a prediction depends on: ``num_members``, or 0 if it has no average over them.
+    """Return the number of members that a prediction averages: ``num_members``, or 0 if it does not average members.
 
     Calibrations, thresholds and students record it with the name of the prediction that they belong to.
     """

@@ -59,7 +59,7 @@ def sampler(kind: type[LangevinConfig], passes: float, **settings: Any) -> Row:
     return Row(config, passes, 0.3, CONTROL_VARIATE)
 
 
-def laplace(structure: str, passes: float = 30, num_samples: int | None = 1, **batch: int) -> Row:
+def laplace(structure: str, passes: float = 30, *, num_samples: int | None = 1, **batch: int) -> Row:
     """Return the row of a Laplace approximation."""
     return Row(lambda draws: LaplaceConfig(num_chains=1, structure=structure, num_samples=num_samples), passes, **batch)
 
@@ -118,7 +118,7 @@ LORA_ROWS = {
         f"Laplace, {name}": laplace(structure, LORA_EPOCHS, batch=LORA_BATCH)
         for name, structure in {"diagonal": "diagonal", "K-FAC": "kronecker", "full": "full"}.items()
     },
-    f"{FULL}, all labels": laplace("full", LORA_EPOCHS, None, batch=LORA_BATCH),
+    f"{FULL}, all labels": laplace("full", LORA_EPOCHS, num_samples=None, batch=LORA_BATCH),
     **{
         f"SGHMC, {epochs} epochs, {APART}": lora_sampler(epochs, mirrored=False)
         for epochs in (LORA_EPOCHS, 5 * LORA_EPOCHS)

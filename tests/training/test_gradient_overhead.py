@@ -1,4 +1,4 @@
-"""The gradients that a run with nothing set takes beside those of its updates."""
+"""The gradients that a run with nothing set takes beside those of its updates, without a control variate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ UPDATES, BATCH = 300, 8
 def overhead(directory: Path) -> float:
     """Return how many more gradients of rows a default run of four chains takes, as a share of its updates' own.
 
-    A gradient of a row is counted where the row passes the head while gradients are recorded.
+    A gradient of a row is counted where the row passes the head while gradients are recorded. No chain has a control
+    variate, because a pass over these rows is longer than the updates.
     """
     trainer = runs.trainer(
         directory, on_ladder(), model=tiny_bert(), subspace="last_layer", train=runs.label_rows(2000),
@@ -39,11 +40,10 @@ def overhead(directory: Path) -> float:
 
 
 def test_a_default_run_takes_few_gradients_beside_updates(tmp_path: Path) -> None:
-    """The limit of a tenth is a promise of the page on automatic settings."""
-    assert 0 < overhead(tmp_path) <= 0.1
+    """The page on automatic settings says 7 %, whose parts are fixed shares of the run, rounded to whole updates."""
+    assert overhead(tmp_path) == pytest.approx(0.07, abs=0.01)
 
 
 def test_a_longer_trial_of_rates_takes_more_than_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(range_test, "SHORT_SHARE", 0.17)
-    monkeypatch.setattr(range_test, "SHARE", 0.17)
+    monkeypatch.setattr(range_test, "SHARE", 0.17)  # of a run of 1,000 gradients or more
     assert overhead(tmp_path) > 0.1

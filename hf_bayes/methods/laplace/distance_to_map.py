@@ -18,7 +18,8 @@ MAX_DISPLACEMENT = 1.0
 """The largest root mean square distance of a MAP from the Gaussian's maximum, in the Gaussian's standard deviations."""
 
 MINOR = 0.01
-"""The largest share of parameters whose covariance may be diagonal without a warning, as that of the biases."""
+"""The largest share of the parameters that may have a diagonal covariance without a warning: wide layers have few
+biases."""
 
 
 def how_far(

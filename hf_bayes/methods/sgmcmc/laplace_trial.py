@@ -32,6 +32,8 @@ MAX_NOISE = 4.0
 """The largest V_1 / V_0 at a draw of an approximation that fits. It was 1.1 to 1.7 on last layers over normalised
 features, up to 6 on last layers with few rows and a wide prior, and 35 to 40 with LoRA in an encoder's last block."""
 
+ROUNDING = 1e-9
+
 
 class Trial(NamedTuple):
     """Sums over the minibatches so far; V_0, V_1 and V_d in this order.
@@ -99,16 +101,16 @@ def take(trial: Trial, gradients: Tensor, direction: Tensor, informed: Tensor) -
 
 
 def cost_of_anchor(num_updates: int, update_fraction: float | None) -> float:
-    """Return the gradients of updates with a control variate, and of the pass over all rows, over those without it.
+    """Return the factor by which a control variate raises the number of gradients, its pass over all rows included.
 
-    It is infinite if the pass is longer than the updates: nobody expects a short run to read all of a large data set.
+    It is infinite if the pass takes more gradients than the updates: a short run does not read all of a large data set.
 
     Args:
         num_updates: the updates after the trial.
-        update_fraction: the share of the data's rows in one update; None leaves out the pass.
+        update_fraction: the share of the data's rows in one update; if it is None, the pass is not counted.
     """
     share = 0.0 if update_fraction is None else 1 / (update_fraction * num_updates)
-    return 2.0 + share if share <= 1 else math.inf
+    return 2.0 + share if share <= 1 + ROUNDING else math.inf
 
 
 def choose(trial: Trial, least: float, cost: float) -> Choice:

@@ -190,10 +190,10 @@ class WhitenedSampler:
     def choose(self, state: Any, passes: DataPasses) -> Any:
         """Return the state at the start that the trial has chosen, with the step size."""
         cost = laplace_trial.cost_of_anchor(self.problem.num_steps - self.num_measured, self.problem.update_fraction)
-        found, all_rows = laplace_trial.choose(_trial(state), self._allowed / MAX_STEP**2, cost), None
-        if bool(found.anchored.any()):
-            all_rows = passes.full_gradient(state.origin)
-            found = laplace_trial.without_anchor(found) if all_rows is None else found
+        found = laplace_trial.choose(_trial(state), self._allowed / MAX_STEP**2, cost)
+        all_rows = passes.full_gradient(state.origin) if bool(found.anchored.any()) else None
+        if all_rows is None:
+            found = laplace_trial.without_anchor(found)
         move = self.roots.product(state.root, state.direction)
         return state._replace(
             theta=torch.where(found.fits[:, None], state.origin + move, state.origin),

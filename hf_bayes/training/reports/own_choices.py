@@ -209,5 +209,6 @@ def describe_trial(info: Mapping[str, Tensor]) -> str:
         f"{of_chains(means['fits'])} start at a draw of the Gaussian approximation: on the way to such a draw the "
         f"gradient grows by {means['slope']:.2g} times what is expected, and its variance there is "
         f"{means['at_draw']:.3g}, against {means['at_start']:.3g} where AdamW ended. {of_chains(means['anchored'])} "
-        f"use a control variate: the variance with it is {means['beside']:.3g}, and an update then takes two gradients"
+        f"use a control variate: the variance with it is {means['beside']:.3g}. It takes two gradients for each update "
+        "and a pass over all rows, which may not take more gradients than the updates"
     )

@@ -65,15 +65,15 @@ def test_diagonal_parts_of_kfac_are_reported_once_with_reasons(structure: str) -
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-@pytest.mark.parametrize(("hidden_size", "is_told"), [(64, True), (128, False)])
-def test_a_few_biases_are_recorded_without_a_warning(hidden_size: int, is_told: bool) -> None:
+@pytest.mark.parametrize(("hidden_size", "warns"), [(64, True), (128, False)])
+def test_a_few_biases_are_recorded_without_a_warning(hidden_size: int, warns: bool) -> None:
     """The three biases of a head are 1.5 % of its parameters with 64 features, and 0.8 % with 128."""
     model = tiny_bert(num_labels=3, hidden_size=hidden_size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         posterior = fit(model, label_rows(4), structure="kronecker", subspace="last_layer")
     assert posterior.config.diagnostics["laplace"][0]["diagonal"] == {"classifier.bias": "bias"}
-    assert bool(told(caught)) == is_told
+    assert bool(told(caught)) == warns
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")

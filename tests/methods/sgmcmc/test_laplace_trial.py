@@ -63,8 +63,8 @@ def test_the_choice_follows_from_slope_and_variances(gradients: dict[str, float]
 def test_a_pass_over_all_rows_counts_among_the_updates() -> None:
     """200 updates of a 50th of the rows take as many gradients as four passes, and one more pass makes it 9 / 4."""
     assert laplace_trial.cost_of_anchor(200, 1 / 50) == pytest.approx(2.25)
-    assert laplace_trial.cost_of_anchor(50, 1 / 50) == pytest.approx(3)
-    assert laplace_trial.cost_of_anchor(49, 1 / 50) == math.inf  # the pass is longer than the run
+    assert laplace_trial.cost_of_anchor(49, 1 / 49) == pytest.approx(3)  # 1 / 49 * 49 is below 1 in float64
+    assert laplace_trial.cost_of_anchor(48, 1 / 49) == math.inf  # the pass is longer than the run
     assert laplace_trial.cost_of_anchor(200, None) == 2
 
 
