@@ -58,7 +58,7 @@ def main(base: str, kills: str, seed: str) -> None:
     tally: collections.Counter[str] = collections.Counter()
     for kill in range(int(kills)):
         directory, result = root / f"run-{kill}", root / f"run-{kill}.safetensors"
-        limit, status = rng.uniform(0.2, 0.9) * seconds, 0
+        limit, status = rng.uniform(0.4, 1.0) * seconds, 0
         while not os.WIFSIGNALED(status):  # the first run took longer than others: one may have ended
             shutil.rmtree(directory, ignore_errors=True)
             status = os.waitpid(fork(lambda directory=directory, limit=limit: train_until(limit, directory)), 0)[1]
