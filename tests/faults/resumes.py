@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_bayes.training.checkpoints import newest_complete
 from tests.faults.kills import fork
-from tests.training.checkpointed import trainer
+from tests.training.checkpointed import STEPS, trainer
 from tests.training.test_checkpoints import RUNS, everything
 
 
@@ -58,11 +58,13 @@ def main(base: str, kills: str, seed: str) -> None:
     tally: collections.Counter[str] = collections.Counter()
     for kill in range(int(kills)):
         directory, result = root / f"run-{kill}", root / f"run-{kill}.safetensors"
-        limit, status = rng.uniform(0.4, 1.0) * seconds, 0
-        while not os.WIFSIGNALED(status):  # the first run took longer than others: one may have ended
+        limit, last = rng.uniform(0.4, 1.0) * seconds, directory / f"checkpoint-{STEPS}"
+        while True:
             shutil.rmtree(directory, ignore_errors=True)
             status = os.waitpid(fork(lambda directory=directory, limit=limit: train_until(limit, directory)), 0)[1]
-            limit *= 0.9
+            if os.WIFSIGNALED(status) and not last.exists():
+                break
+            limit *= 0.9  # the first run took longer than others: this one had no update left
         begun = newest_complete(directory) is not None
         os.waitpid(fork(lambda directory=directory, result=result: train(directory, result)), 0)
         same = result.exists() and all(torch.equal(value, whole[name]) for name, value in load_file(result).items())
