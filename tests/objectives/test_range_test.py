@@ -88,7 +88,8 @@ def test_members_with_their_own_rates_are_separate_runs() -> None:
 
 @pytest.mark.parametrize(
     ("gradients", "factors", "updates", "share"),
-    [(24, FEW_FACTORS, 4, 0.5), (120, FEW_FACTORS, 4, 0.1), (300, FEW_FACTORS, 10, 0.1), (1200, FEW_FACTORS, 12, 0.03),
+    [(32, FEW_FACTORS, 4, 0.5), (160, FEW_FACTORS, 4, 0.1), (400, FEW_FACTORS, 10, 0.1),
+     (1200, FEW_FACTORS, 10, 0.034), (1600, FEW_FACTORS, 12, 0.03),
      (2000, FACTORS, 10, 0.03), (4800, FACTORS, 24, 0.03), (8000, FACTORS, 40, 0.03), (10**6, FACTORS, 40, 0.03)],
 )  # fmt: skip
 def test_a_trial_takes_a_small_part_of_the_run(
@@ -102,7 +103,7 @@ def test_a_trial_takes_a_small_part_of_the_run(
 
 
 def test_a_run_of_a_few_gradients_has_no_trial() -> None:
-    assert plan_trial(23).rates == ()
+    assert plan_trial(31).rates == ()
 
 
 class Known(Valley):
