@@ -42,7 +42,7 @@ SHARE, ENOUGH_UPDATES = 0.03, 10
 """The share of a run's gradients that a trial takes, and the updates for which it tries a rate at least. On one of the
 eight tasks six updates were too few: the loss at the usual rate had risen at first, and had not come down yet."""
 
-SHORT_SHARE, MIN_UPDATES, MOST = 0.1, 4, 0.5
+SHORT_SHARE, MIN_UPDATES, MOST = 0.14, 4, 0.5
 """For a shorter run: the share that a trial takes, the updates for which it tries a rate at least, and the share that
 these may take. The last is large, because the runs that it matters to are a few gradients long, and learn little at a
 rate that is too small."""

@@ -88,7 +88,7 @@ def test_members_with_their_own_rates_are_separate_runs() -> None:
 
 @pytest.mark.parametrize(
     ("gradients", "factors", "updates", "share"),
-    [(32, FEW_FACTORS, 4, 0.5), (160, FEW_FACTORS, 4, 0.1), (400, FEW_FACTORS, 10, 0.1),
+    [(32, FEW_FACTORS, 4, 0.5), (160, FEW_FACTORS, 5, 0.14), (300, FEW_FACTORS, 10, 0.14),
      (1200, FEW_FACTORS, 10, 0.034), (1600, FEW_FACTORS, 12, 0.03),
      (2000, FACTORS, 10, 0.03), (4800, FACTORS, 24, 0.03), (8000, FACTORS, 40, 0.03), (10**6, FACTORS, 40, 0.03)],
 )  # fmt: skip
