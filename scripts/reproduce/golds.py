@@ -71,6 +71,7 @@ ROWS = {
     "Laplace, diagonal": laplace("diagonal"),
     "Laplace, low rank": laplace("low_rank"),
     "Laplace, K-FAC": laplace("kronecker"),
+    "Laplace, K-FAC, all labels": laplace("kronecker", num_samples=None),
     "Laplace, corrected K-FAC": laplace("kronecker_corrected"),
     FULL: laplace("full"),
     f"{FULL}, all labels": laplace("full", num_samples=None),

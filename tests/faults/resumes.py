@@ -37,8 +37,8 @@ def train(directory: Path, result: Path | None = None) -> None:
 
 
 def train_until(seconds: float, directory: Path) -> None:
-    """Train until the kernel ends the process, without a word to Python, after so much time of the processor."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles SIGPROF
+    """Train until the kernel ends the process, after so much time of the processor. Python cannot prevent it."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF has no handler
     train(directory)
 
 
