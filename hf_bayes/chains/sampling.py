@@ -103,6 +103,7 @@ def sample(
     arrange = functools.partial(
         plan.problem_of, shapes=form.shapes(start.shape[1]), prior=plan.prior_of(prior, form, start[0]),
         num_data=num_data, num_steps=num_steps, thin=thin, batch_fraction=batch_fraction,
+        update_fraction=plan.update_fraction_of(batches, batches_per_step, batch_fraction),
     )  # fmt: skip
     objective = EnergyObjective(
         energy, batched=batches is not None, form=form,

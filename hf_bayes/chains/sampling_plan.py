@@ -61,6 +61,7 @@ def problem_of(
     burn_in: float,
     thin: int,
     batch_fraction: float | None,
+    update_fraction: float | None = None,
 ) -> tuple[Problem, list[float]]:
     """Return the problem of a run on theta of these shapes, and the step size of each update.
 
@@ -82,6 +83,7 @@ def problem_of(
         shapes=shapes,
         draw_steps=draw_steps,
         batch_fraction=batch_fraction,
+        update_fraction=update_fraction,
         own_step_size=own,
     )
     return problem, rates
@@ -263,6 +265,14 @@ def one_pass(batches: Batches | None, most: int) -> Callable[[], Iterable[Any]] 
         return some if isinstance(some, Sized) else itertools.islice(some, most)
 
     return found
+
+
+def update_fraction_of(batches: Batches | None, batches_per_step: int, batch_fraction: float | None) -> float | None:
+    """Return the share of the data in one update, if it is known without a pass over the batches."""
+    if batch_fraction is None and (callable(batches) or not isinstance(batches, Sized) or not len(batches)):
+        return None
+    share = 1 / len(batches) if batch_fraction is None else batch_fraction
+    return min(1.0, batches_per_step * share)
 
 
 def starting_points(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:

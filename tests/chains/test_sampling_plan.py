@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bayes.chains.sampling import sample
+from hf_bayes.chains.sampling_plan import update_fraction_of
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
@@ -166,3 +168,26 @@ def test_bad_arguments_are_refused_before_the_first_update(changes: dict[str, An
 def test_energies_of_the_wrong_kind_are_refused(energy: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(energy)
+
+
+def test_the_share_of_an_update_is_known_from_the_number_of_batches() -> None:
+    assert update_fraction_of([1, 2, 3, 4, 5], 2, None) == 0.4
+    assert update_fraction_of([1, 2], 5, None) == 1.0
+    assert update_fraction_of([1, 2], 2, 0.1) == 0.2  # the list may be a part of the data
+    assert [update_fraction_of(unknown, 2, None) for unknown in (None, [], iter([1]), lambda: [1])] == [None] * 4
+
+
+@pytest.mark.parametrize(("num_batches", "anchored"), [(100, True), (500, False)])
+def test_a_control_variate_takes_no_pass_longer_than_the_run(num_batches: int, anchored: bool) -> None:
+    """Each chain passes over the batches for its curvature. A control variate takes a pass and second gradients."""
+    centres = 30 * torch.randn(num_batches, 3, generator=torch.Generator().manual_seed(0))
+    calls = 0
+
+    def energy(theta: Tensor, centre: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return (theta - centre).square().sum(1) / 2
+
+    found = sample(energy, torch.zeros(2, 3), SGHMCConfig(), num_steps=300, batches=list(centres), progress=False)
+    assert bool(found.info["trial_anchored"].nan_to_num(0).amax()) == anchored
+    assert (calls - 2 * num_batches > 400) == anchored  # 300 updates, the trial of rates and checks
