@@ -14,7 +14,7 @@ from transformers import SchedulerType
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Approximation, Problem
 from hf_bayes.diagnostics.informed_spread import InformedSpread
-from hf_bayes.distributions.approximations import Draws, joined
+from hf_bayes.distributions.approximations import Draws, Gaussian, joined
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.members.member_sums import LocalMembers
@@ -164,12 +164,15 @@ class ActiveRun:
         )  # fmt: skip
 
     @property
-    def energy(self) -> Problem:
-        """The problem, with the prior of the rung that a ladder has chosen."""
+    def chosen_prior(self) -> IndependentPrior | Gaussian:
+        """The prior; that of the rung that a ladder has chosen, after the run."""
         factor = self.method.prior_scale / self.settings.method.prior_scale
-        if factor == 1 or not isinstance(self.prior, IndependentPrior):
-            return self.problem
-        return self.problem._replace(prior=self.prior.scaled(factor).to(self.run.theta))
+        return self.prior.scaled(factor) if factor != 1 and isinstance(self.prior, IndependentPrior) else self.prior
+
+    @property
+    def energy(self) -> Problem:
+        """The problem, with ``chosen_prior``."""
+        return self.problem._replace(prior=self.chosen_prior.to(self.run.theta))
 
     @property
     def adamw_learning_rate(self) -> float | None:

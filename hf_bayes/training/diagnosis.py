@@ -165,7 +165,7 @@ class Diagnosis:
     def _distances(self) -> dict[str, Tensor]:
         active = self._active
         theta = active.run.theta
-        return {"distance_moved": distance_moved(theta, active.monitor.origin, active.prior.std.to(theta))}
+        return {"distance_moved": distance_moved(theta, active.monitor.origin, active.chosen_prior.std.to(theta))}
 
     def _distance_in_noise(self) -> dict[str, Tensor]:
         """Return the RMS distance over sqrt(2 T sum_t l_t / N), how far SGLD's noise goes on its own."""
@@ -184,7 +184,7 @@ class Diagnosis:
         at_start = active.monitor.probe(start[None]).log_lik.mean()
         best = likelihood.max_log_prob(active.setup.model.num_outputs)
         found = prior_loss_ratio(
-            active.prior,
+            active.chosen_prior,
             draws,
             start,
             data_nats=active.problem.num_data * (best - float(at_start)),

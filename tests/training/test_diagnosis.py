@@ -29,9 +29,10 @@ from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.passes import MemberPass
-from hf_bayes.training import evaluation
+from hf_bayes.training import diagnosis, evaluation
 from hf_bayes.training.active_run import ActiveRun
 from tests import runs
+from tests.methods import ladder_runs
 from tests.runs import token_rows
 from tests.tiny_models import tiny_llama, with_lora
 from tests.training.diagnosed import CONFIG, ONE_DRAW, run
@@ -286,3 +287,21 @@ def test_a_rounded_chain_of_another_process_is_warned_of(
     assert "left 100 % of the weights of chain 3 as they were" in caplog.text
     assert caplog.text.count("weights of chain") == 1
     assert not any(name.startswith("unmoved") for entry in logs for name in entry)
+
+
+def test_distances_are_in_units_of_the_chosen_rungs_prior(tmp_path: Path) -> None:
+    trainer = ladder_runs.trainer(tmp_path, ladder_runs.config(ladder={"prior_scale": [0.5, 0.25]}))
+    trainer.train()
+    scale, theta, active = trainer.method.prior_scale, trainer.run.theta, trainer.active
+    assert scale < 1
+    width = scale * active.prior.std.to(theta)
+    expected = ((theta - active.monitor.origin) / width).square().mean(1).sqrt()
+    assert trainer.posterior.config.diagnostics["distance"] == pytest.approx(expected.tolist())
+
+
+def test_a_lost_prior_density_is_that_of_the_chosen_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(diagnosis, "prior_loss_ratio", lambda prior, *args, **options: given.append(prior))
+    trainer = ladder_runs.trainer(tmp_path, ladder_runs.config(ladder={"prior_scale": [0.5, 0.25]}))
+    trainer.train()
+    assert torch.equal(given[-1].std, trainer.method.prior_scale * trainer.active.prior.std)
