@@ -74,7 +74,6 @@ ROWS = {
     "Laplace, K-FAC, all labels": laplace("kronecker", num_samples=None),
     "Laplace, corrected K-FAC": laplace("kronecker_corrected"),
     FULL: laplace("full"),
-    f"{FULL}, all labels": laplace("full", num_samples=None),
     "SGLD, 1000 passes": sampler(SGLDConfig, 1000),
     "BAOAB, 1000 passes": sampler(BAOABConfig, 1000),
     "SGNHT, 1000 passes": sampler(SGNHTConfig, 1000),
@@ -119,7 +118,6 @@ LORA_ROWS = {
         f"Laplace, {name}": laplace(structure, LORA_EPOCHS, batch=LORA_BATCH)
         for name, structure in {"diagonal": "diagonal", "K-FAC": "kronecker", "full": "full"}.items()
     },
-    f"{FULL}, all labels": laplace("full", LORA_EPOCHS, num_samples=None, batch=LORA_BATCH),
     **{
         f"SGHMC, {epochs} epochs, {APART}": lora_sampler(epochs, mirrored=False)
         for epochs in (LORA_EPOCHS, 5 * LORA_EPOCHS)

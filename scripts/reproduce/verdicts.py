@@ -94,7 +94,6 @@ CASES = {
     "SGLD, learning rate 1": Case(SGLDConfig(**HAND_SET), learning_rate=1.0),
     "SGHMC, no warm start": Case(SGHMCConfig(**CHAINS, warm_start_steps=0)),
     "Laplace, full": Case(LaplaceConfig(num_chains=1, structure="full")),
-    "Laplace, full, all labels": Case(LaplaceConfig(num_chains=1, structure="full", num_samples=None)),
     "SGHMC, mirrored pairs": Case(SGHMCConfig(num_chains=16, draws_per_chain=25)),
 }
 UNSEEN = [

@@ -69,7 +69,8 @@ class LaplaceConfig(MethodConfig):
             "low_rank" (by Lanczos, see ``laplace.low_rank_hessian``) or "full".
         num_samples: number of label draws ("ggn") or random signs ("ef_token") per row. None is exact, and takes a
             backward pass for each term and each output (each class but one). "ggn" is exact in any case where that is
-            no more than ``num_samples`` passes: for rows with one number, with one of two classes, or a preference.
+            no more than ``num_samples`` passes (for rows with one number, with one of two classes, or a preference),
+            and with the structure "full" no more than 16 passes.
         sharing: "expand" or "reduce": how K-FAC treats positions.
         max_factor: longest side of a Kronecker factor that is not diagonal.
         bias: with K-FAC, "diagonal" keeps the diagonal of a bias's curvature, and "factor" a dense block, the left
@@ -232,7 +233,7 @@ class LaplaceConfig(MethodConfig):
             ValueError: for a prior or noise that cannot be fitted, or if H + tau is not positive definite.
         """
         check_fits(problem, self.name, fit_prior=self.fit_prior, fit_noise=self.fit_noise)
-        spec = self.spec.exact_if_free(problem.most_terms, problem.root_columns, problem.lacks)
+        spec = self.spec.exact_if_cheap(problem.most_terms, problem.root_columns, problem.lacks)
         results: list[PassResult] = [passes.curvature(row, spec, gradient=self.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}
         if self.fit_noise:

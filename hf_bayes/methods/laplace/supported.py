@@ -22,6 +22,10 @@ MAX_HESSIAN = 2048
 MAX_VJPS = 1024
 """The largest number of backward passes per batch for the exact GGN."""
 
+CHEAP_VJPS = 16
+"""The largest number of backward passes per batch for which a full matrix is exact, whatever ``num_samples`` says. From
+one drawn label of each row it would have rank N, and its inverse be too wide: docs/results/golds.md."""
+
 STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
 
 BIASES = ("diagonal", "factor")
@@ -134,12 +138,13 @@ class CurvatureSpec:
                 f"{most_terms * root_columns} > {MAX_VJPS}: set num_samples=1, which draws labels from the model"
             )
 
-    def exact_if_free(
+    def exact_if_cheap(
         self, most_terms: int | None, root_columns: int | None, lacks: frozenset[str] = frozenset()
     ) -> CurvatureSpec:
-        """Return the exact GGN in place of a sampled one that takes as many backward passes; else this combination.
+        """Return the exact GGN in place of a sampled one where it takes few more backward passes; else this combination.
 
-        A row with one term of one output is such a case: a number, one of two classes, a preference.
+        It takes no more for a row with one term of one output: a number, one of two classes, a preference. For a full
+        matrix, ``CHEAP_VJPS`` passes are few.
 
         Args:
             most_terms, root_columns: as for ``check_size``.
@@ -147,7 +152,8 @@ class CurvatureSpec:
         """
         if self.estimator != "ggn" or self.num_samples is None or "fisher" in lacks:
             return self
-        if most_terms is None or root_columns is None or most_terms * root_columns > self.num_samples:
+        most = max(self.num_samples, CHEAP_VJPS) if self.structure == "full" else self.num_samples
+        if most_terms is None or root_columns is None or most_terms * root_columns > most:
             return self
         return replace(self, num_samples=None)
 

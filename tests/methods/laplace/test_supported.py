@@ -78,5 +78,5 @@ def test_what_is_too_large_is_refused_before_the_pass(
 def test_a_ggn_is_exact_where_that_takes_no_more_passes(
     spec: CurvatureSpec, most_terms: int | None, root_columns: int | None, lacks: list[str], exact: bool
 ) -> None:
-    found = spec.exact_if_free(most_terms, root_columns, frozenset(lacks))
+    found = spec.exact_if_cheap(most_terms, root_columns, frozenset(lacks))
     assert found == (replace(spec, num_samples=None) if exact else spec)
