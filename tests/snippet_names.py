@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
+from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedModel,
@@ -29,6 +33,8 @@ from hf_bayes import (
     attach,
     fit_laplace,
     pipeline,
+    scale_of,
+    start_run,
 )
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
@@ -90,6 +96,24 @@ def short_arguments() -> BayesianTrainingArguments:
     return BayesianTrainingArguments("out", max_steps=20, use_cpu=True, report_to=[], disable_tqdm=True)
 
 
+def a_method_of_the_page() -> Namespace:
+    """The names of the file that the page prints first."""
+    page = Path(__file__).parents[1] / "docs" / "add_a_method.md"
+    source, *_ = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    Path("shared_noise.py").write_text(source, "utf-8")
+    return runpy.run_path("shared_noise.py", run_name="shared_noise")
+
+
+def the_first_loop() -> Namespace:
+    """The names of the first loop of the page."""
+    made = a_run()
+    method, model = SGHMCConfig(num_chains=4), attach(made["peft_model"])
+    scale = scale_of(model, made["train"], made["collate"], rows_per_update=8)
+    loader = DataLoader(made["train"], batch_size=8, shuffle=True, drop_last=True, collate_fn=made["collate"])
+    tools = {"chain": chain, "islice": islice, "repeat": repeat, "DataLoader": DataLoader, "start_run": start_run}
+    return {**made, **tools, "method": method, "model": model, "scale": scale, "loader": loader}
+
+
 def a_tuning() -> Namespace:
     few = [Candidate("plain fine-tuning", MAPConfig(), 1e-2), Candidate("slow", MAPConfig(), 1e-5)]
     args = BayesianTrainingArguments("tuned", max_steps=60, use_cpu=True, report_to=[], disable_tqdm=True)
@@ -99,7 +123,7 @@ def a_tuning() -> Namespace:
 
 def a_language_model(directory: str) -> Namespace:
     """A posterior of it in ``directory``, and inputs."""
-    method = MeanFieldConfig() if directory == "out" else SGHMCConfig(num_chains=2)
+    method = SGHMCConfig(num_chains=2) if directory == "my-posterior" else MeanFieldConfig()
     run = trainer(directory, method, model=with_lora(saved_base(tiny_llama())), processing_class=tiny_tokenizer())
     run.train()
     run.save_model()
@@ -135,13 +159,13 @@ def one_process_of_a_launch() -> Namespace:
     return names
 
 
-def a_classifier() -> Namespace:
+def a_classifier(directory: str) -> Namespace:
+    """A Laplace approximation of it in ``directory``, and inputs."""
     model = with_lora(saved_base(tiny_bert()))
     collate = DataCollatorWithPadding(tiny_tokenizer())
     rows = [{"labels": row.pop("label"), **row} for row in label_rows()]
-    fit_laplace(model, rows, LaplaceConfig(prior_std=0.1), collate=collate, tokenizer=tiny_tokenizer()).save_pretrained(
-        "out"
-    )
+    posterior = fit_laplace(model, rows, LaplaceConfig(prior_std=0.1), collate=collate, tokenizer=tiny_tokenizer())
+    posterior.save_pretrained(directory)
     return {"inputs": batch()}
 
 
@@ -261,7 +285,7 @@ def pairs_of_answers() -> Namespace:
     rows = pairs_of_texts()["pairs"].map(
         lambda row: {"attention_mask": [[1] * 6] * 2, "completion_mask": [[0, 0, 1, 1, 1, 1]] * 2}
     )
-    return {"model": with_lora(saved_base(tiny_llama())), "pairs": rows}
+    return {"peft_model": with_lora(saved_base(tiny_llama())), "pairs": rows}
 
 
 def a_posterior_of_counts() -> Namespace:

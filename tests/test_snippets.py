@@ -24,6 +24,7 @@ from tests.snippet_names import (
     a_classifier,
     a_classifier_to_distil,
     a_language_model,
+    a_method_of_the_page,
     a_policy,
     a_posterior_of_counts,
     a_resnet,
@@ -46,6 +47,7 @@ from tests.snippet_names import (
     preferences_of_a_small_model,
     rows_with_numbers,
     short_arguments,
+    the_first_loop,
     the_hub_of_the_readme,
     three_classes,
 )
@@ -74,6 +76,7 @@ class Snippet(NamedTuple):
 
 
 SNIPPETS = {
+    ("docs/add_a_method.md", 1): Snippet(a_method_of_the_page, {"num_steps=2000": "num_steps=201"}),
     ("docs/automatic.md", 0): Snippet(a_run, {"max_steps=500": "max_steps=20"}),
     ("docs/automatic.md", 1): Snippet(a_tuning, {"data_collator=collate)": "data_collator=collate, candidates=few)"}),
     ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
@@ -93,8 +96,8 @@ SNIPPETS = {
     ("docs/harnesses.md", 1): Snippet(lambda: a_language_model("my-posterior")),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
-    ("docs/laplace.md", 2): Snippet(a_classifier),
-    ("docs/laplace.md", 3): Snippet(lambda: a_language_model("out")),
+    ("docs/laplace.md", 2): Snippet(lambda: a_classifier("my-classifier")),
+    ("docs/laplace.md", 3): Snippet(lambda: a_language_model("my-language-model")),
     ("docs/likelihoods.md", 0): Snippet(rows_with_numbers, {"num_train_epochs=3": "max_steps=20"}),
     ("docs/likelihoods.md", 1): Snippet(a_posterior_of_counts),
     ("docs/dpo.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=60"}, "trl"),
@@ -108,6 +111,9 @@ SNIPPETS = {
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
     ("docs/own_loop.md", 0): Snippet(a_run, {"num_steps=500": "num_steps=4", "batches, 500": "batches, 4"}),
+    ("docs/own_loop.md", 1): Snippet(
+        the_first_loop, {"num_steps=500": "num_steps=40", "updates(), 500": "updates(), 40"}
+    ),
     ("docs/publish.md", 0): Snippet(lambda: a_language_model("my-posterior")),
     ("docs/publish.md", 1): Snippet(lambda: a_language_model("my-posterior")),
     # bitsandbytes repacks 4-bit weights at the first prediction on some CPUs (docs/models.md), 8-bit weights nowhere
@@ -126,8 +132,8 @@ SNIPPETS = {
         chats_of_a_small_model, {"assistant_only_loss": "max_steps=20, assistant_only_loss"}, "trl"
     ),
     ("docs/trl.md", 1): Snippet(chats_of_a_small_model, {"num_train_epochs=3": "max_steps=4"}, "trl"),
-    ("docs/single_pass.md", 0): Snippet(a_classifier),
-    ("docs/single_pass.md", 1): Snippet(lambda: a_language_model("out")),
+    ("docs/single_pass.md", 0): Snippet(lambda: a_classifier("my-classifier")),
+    ("docs/single_pass.md", 1): Snippet(lambda: a_language_model("my-language-model")),
     ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(posteriors_of_images_and_audio),
     ("docs/uncertainty.md", 2): Snippet(predictions),

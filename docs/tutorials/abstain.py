@@ -139,8 +139,8 @@ for part in ("total", "aleatoric", "epistemic"):
 
 # %% [markdown]
 # The total uncertainty finds many of them. The epistemic part is small and hardly finds any: the
-# members share five of six layers and were trained for 24 updates, so they hardly disagree. What
-# such a model does not know shows as aleatoric uncertainty. Longer chains of a sampler, or more
+# members share five of six layers and were trained for 24 updates, so they hardly disagree. Their
+# lack of training then appears as aleatoric uncertainty. Longer chains of a sampler, or more
 # random weights, disagree more.
 #
 # ## A threshold with a promise
@@ -182,5 +182,5 @@ print(f"{withheld} of {len(other)} sentences of other modules withheld")
 # ## Where to go next
 #
 # - [Decisions](../decide.md): sets of classes, scores of whole answers, and rows to label.
-# - [Which method?](../choose.md): posteriors that cost less, or know more, than an ensemble.
+# - [Which method?](../choose.md): posteriors that cost less, or predict better, than an ensemble.
 # - [Uncertainty](../uncertainty.md): definitions and limits.

@@ -75,7 +75,7 @@ def check_kinetic_of_tensors(run: Measurements) -> str | None:
     if binom.sf(outside - 1, trials, 0.01) >= OUTSIDE_BY_CHANCE:
         return None
     return (
-        f"the kinetic temperature of {outside} of {trials} tensors is not that of their law, {trials / 100:.2g} by "
+        f"the kinetic temperature of {outside} of {trials} tensors is not the expected one, {trials / 100:.2g} by "
         "chance: larger batch or lower learning rate if they are hot, longer burn-in if they are cold"
     )
 

@@ -61,13 +61,14 @@ def _announce_sizes(active: ActiveRun) -> None:
     on_average = "" if gradients == int(gradients) else " on average"
     each = "" if gradients == 1 else f" with {float(gradients):.3g} gradients each{on_average}"
     # the points of the largest update and their gradients beside the state
+    parts = f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'}"
     held = 2 * math.ceil(gradients) * size + sum(value.nbytes for value in active.run.template()._asdict().values())
     counted = "given" if rows.num_terms is None else f"{rows.num_terms} counted in {rows.num_rows} rows"
     active.host.say(
         "%s: %d chains x %s random parameters in %d tensors; N = %g likelihood terms (%s; %s); about %s for %d "
-        "updates of %d micro-batches%s; %.1f MB of chain state, draws %.1f MB; random: %s",
+        "updates of %s%s; %.1f MB of chain state, draws %.1f MB; random: %s",
         config.name, chains, f"{layout.dim:,}", len(layout.names), rows.num_data, args.data_unit, counted,
-        _duration(_time_one_micro_batch(active) * float(gradients) * steps * accumulation), steps, accumulation, each,
+        _duration(_time_one_micro_batch(active) * float(gradients) * steps * accumulation), steps, parts, each,
         held / 2**20, config.draws_per_chain * size / 2**20, grouped(layout.names),
     )  # fmt: skip
 

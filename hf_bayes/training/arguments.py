@@ -26,7 +26,7 @@ BETTER_LOW = ("loss", "nll", "perplexity", "ece", "ence", "brier", "mse", "rmse"
 
 @dataclass(repr=False)  # transformers' own hides tokens
 class BayesianTrainingArguments(TrainingArguments):
-    """``transformers.TrainingArguments`` with the defaults of a sampler and nine fields of our own.
+    """``transformers.TrainingArguments`` with the defaults of a sampler and ten fields of our own.
 
     Clipping and weight decay are off (both change the stationary law; the prior is part of the method), the schedule
     is constant, and a NaN is never hidden from the logs.

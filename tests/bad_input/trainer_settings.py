@@ -10,7 +10,8 @@ from transformers import (
 )
 
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.training.arguments import SHARDING
+from hf_bayes.training.arguments import SHARDING, BayesianTrainingArguments
+from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.bad_input.making import (
     Refused,
@@ -37,6 +38,12 @@ TRAINER_SETTINGS = [
         "plain TrainingArguments",
         lambda out: custom_trainer(out, args=TrainingArguments(str(out))),
         ("BayesianTrainingArguments, got TrainingArguments",),
+    ),
+    Refused(
+        "trainer",
+        "arguments in the place of the method",
+        lambda out: BayesianTrainer(tiny_gpt2(), BayesianTrainingArguments(str(out))),
+        ("args is missing", "by name, as args="),
     ),
     Refused(
         "trainer",

@@ -61,7 +61,7 @@ def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
         ({"unmoved": [0.0, 0.3, 0.0, 0.0]}, "rounding took the first update of 30% of the weights: raise the learning"),
         (
             {"kinetic_share": [0.05] * 4, "num_tensors": 20},
-            "the kinetic temperature of 76 of 80 tensors is not that of their law, 0.8 by chance: larger batch",
+            "the kinetic temperature of 76 of 80 tensors is not the expected one, 0.8 by chance: larger batch",
         ),
         (
             {"temperature": 1.0, "configurational_temperature": [20.0, 18.0, 22.0, 20.0]},

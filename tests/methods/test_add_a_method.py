@@ -27,7 +27,7 @@ def example() -> dict[str, str]:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     places = re.findall(r"^\d\. `(.+?)`: (.*?)(?=^\d\. |^[^ \n])", text, flags=re.DOTALL | re.MULTILINE)
     lines = {place: re.sub(r"^   ", "", rest, flags=re.MULTILINE).split("```")[1:2] for place, rest in places}
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add_a_method.md").read_text("utf-8"), flags=re.DOTALL)
+    source, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add_a_method.md").read_text("utf-8"), flags=re.DOTALL)
     return {place: block[0].split("\n", 1)[1] if block else source for place, block in lines.items()}
 
 

@@ -131,7 +131,7 @@ def test_time_and_memory_count_every_gradient_of_an_update(
         caplog.clear()
         with caplog.at_level(logging.INFO, "hf_bayes.training.trainer"):
             announce(active)
-        found = re.search(r"about (\d) min 0 s for 6 updates of 1 micro-batches(.*?); (\S+) MB", caplog.text)
+        found = re.search(r"about (\d) min 0 s for 6 updates of 1 micro-batch(.*?); (\S+) MB", caplog.text)
         assert found is not None
         assert found[2] == ("" if num_draws == 1 else " with 2 gradients each")
         times.append(int(found[1]))

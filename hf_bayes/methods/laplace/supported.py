@@ -141,7 +141,7 @@ class CurvatureSpec:
     def exact_if_cheap(
         self, most_terms: int | None, root_columns: int | None, lacks: frozenset[str] = frozenset()
     ) -> CurvatureSpec:
-        """Return the exact GGN in place of a sampled one where it takes few more backward passes; else this combination.
+        """Return the exact GGN where it takes few more backward passes than a sampled one; else this combination.
 
         It takes no more for a row with one term of one output: a number, one of two classes, a preference. For a full
         matrix, ``CHEAP_VJPS`` passes are few.

@@ -75,6 +75,11 @@ def _refuse_other_arguments(kind: type, config: str | None) -> None:
         kind: the class of the arguments.
         config: the name of the host's config; None if the host has none.
     """
+    if kind is type(None) and config is None:
+        raise ValueError(
+            "args is missing, expected BayesianTrainingArguments: give it by name, as args=. The second argument by "
+            "position is the method"
+        )
     if not issubclass(kind, BayesianTrainingArguments) or not has_config(kind, config):
         foreign = issubclass(kind, TrainingArguments) and kind.__module__.partition(".")[0] != "transformers"
         config = config or (kind.__name__ if foreign else None)

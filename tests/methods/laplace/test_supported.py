@@ -69,13 +69,17 @@ def test_what_is_too_large_is_refused_before_the_pass(
         (CurvatureSpec(), 1, 1, [], True),
         (CurvatureSpec(num_samples=6), 3, 2, [], True),
         (CurvatureSpec(num_samples=5), 3, 2, [], False),
+        (CurvatureSpec(structure="full"), 1, 16, [], True),
+        (CurvatureSpec(structure="full"), 1, 17, [], False),
+        (CurvatureSpec(structure="full", num_samples=17), 1, 17, [], True),
+        (CurvatureSpec(structure="full"), 1, 16, ["fisher"], False),
         (CurvatureSpec(), 1, 1, ["fisher"], False),
         (CurvatureSpec(), None, 1, [], False),  # a stream, whose terms are not counted
         (CurvatureSpec(), 1, None, [], False),
         (CurvatureSpec(estimator="ef_token"), 1, 1, [], False),
     ],
 )
-def test_a_ggn_is_exact_where_that_takes_no_more_passes(
+def test_a_ggn_is_exact_where_that_takes_few_more_passes(
     spec: CurvatureSpec, most_terms: int | None, root_columns: int | None, lacks: list[str], exact: bool
 ) -> None:
     found = spec.exact_if_cheap(most_terms, root_columns, frozenset(lacks))
