@@ -13,8 +13,9 @@ from hf_bayes.objectives.passes import PassingObjective
 def gradient_of_all_rows(objective: PassingObjective, theta: Tensor, *, share: float = 1.0) -> Tensor | None:
     """Return grad log p(D | theta) [M, d], on the scale of an update's gradient.
 
-    The result is None if the gradients of updates do not have this mean: with dropout, because of its masks, and with
-    rows that are private to processes, because they are not weighted here.
+    The result is None if the gradients of updates do not have this mean: with dropout, because of its masks; with rows
+    that differ each time they are read, for the same reason; and with rows that are private to processes, because they
+    are not weighted here.
 
     Args:
         objective: the objective of the model.
@@ -23,7 +24,7 @@ def gradient_of_all_rows(objective: PassingObjective, theta: Tensor, *, share: f
     """
     model, data, scale = objective.model, objective.data, objective.scale
     drops = objective.dropout and model.members.trunk.has_dropout
-    if drops or objective.private is not None or data is None or scale.num_terms is None:
+    if drops or objective.private is not None or data is None or data.varies or scale.num_terms is None:
         return None
     common = copy.copy(objective)
     common.shared = True  # rows are read by number: all chains see each of them

@@ -20,6 +20,7 @@ class DataAccess(NamedTuple):
         heldout: the same for held-out rows; None if there are none.
         num_heldout: the number of held-out rows.
         hide: True shows no progress bar; None shows one only on a terminal.
+        varies: rows differ each time they are read, as with augmentation.
     """
 
     batches: Batches
@@ -27,6 +28,7 @@ class DataAccess(NamedTuple):
     heldout: Batches | None = None
     num_heldout: int = 0
     hide: bool | None = None
+    varies: bool = False
 
     def part(self, share: float, seed: int) -> DataAccess:
         """Return access to a random part of the training rows, always the same one for a seed."""

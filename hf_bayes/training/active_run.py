@@ -30,6 +30,7 @@ from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.rows import TrainingRows
+from hf_bayes.training.data.varying import rows_vary
 from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.reports.own_choices import has_choices, report_ladder, report_step_size, settled
 from hf_bayes.training.setup import Setup
@@ -64,6 +65,7 @@ class ActiveRun:
         objective: the log-likelihood of the model on the training rows.
         run: the chains.
         monitor: the observations of the chains.
+        rows_vary: rows of the training data differ each time they are read. For an optimiser this is not known.
         mirrored: every second chain takes minus the noise of the chain before it.
     """
 
@@ -73,6 +75,8 @@ class ActiveRun:
         self._pending: list[Any] = []  # micro-batches of the update that has begun
         model.members.context.batch_statistics = True  # also in evaluations during the run
         model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
+        samples = rows.method.temperature > 0
+        self.rows_vary = samples and rows.stream is None and rows_vary(*rows.data())
         self.run, self.objective, self.prior, self.settings = start_run(
             model,
             rows.method,
@@ -119,7 +123,7 @@ class ActiveRun:
         host, needs = self.host, self.rows.requirements
         if self.rows.stream is not None:
             return None
-        access = DataAccess(self.rows.by_number, len(host.train_dataset))
+        access = DataAccess(self.rows.by_number, len(host.train_dataset), varies=self.rows_vary)
         if needs.heldout == "none":
             return access
         heldout, most = HeldOutData(host), needs.most_rows(TASKS[self.setup.model.task].unit)

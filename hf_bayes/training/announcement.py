@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from peft import PeftModel
 
 from hf_bayes.core.layout import grouped
-from hf_bayes.core.tensors import tensors_in
 from hf_bayes.distributions.priors import lora_prior_ratio
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading.config_fingerprint import is_dropout_rate
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.reports.own_choices import report_trial
-
-ROWS_COMPARED, TIMES_COMPARED = 8, 4
-"""Rows, spread over the training data, and how often each is collated to see whether it changes."""
 
 NARROW_PRIOR, WIDE_PRIOR = 1e-3, 1.001
 """Bounds of usual priors of LoRA: the standard deviation of Delta W over the RMS of the base weight.
@@ -40,7 +35,7 @@ def announce(active: ActiveRun) -> None:
         active.host.say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
     if active.setup.model.members.trunk.has_dropout:
         _announce_dropout(active)
-    if config.temperature > 0 and rows_vary(active):
+    if config.temperature > 0 and active.rows_vary:
         meaning = (
             f"{config.name} compares energies of different rows and is not exact. Draw the rows once and keep them"
             if config.requirements.all_data_in_every_update
@@ -132,24 +127,6 @@ def _dropout_rates(model: BayesianModel) -> str:
         fields["lora_dropout"] = getattr(model.model.peft_config[model.model.active_adapter], "lora_dropout", 0)
     rates = [f"{name} {value:g}" for name, value in fields.items() if is_dropout_rate(name, value) and value]
     return f" ({', '.join(rates)})" if rates else ""
-
-
-def rows_vary(active: ActiveRun) -> bool:
-    """Return whether rows of the training data differ each time they are read, as with augmentation.
-
-    A row that changes half of the time is the same in all of n readings with probability 2^(1 - n).
-    """
-    if active.rows.stream is not None:
-        return False
-    dataset, collate = active.rows.data()
-    rows = range(0, len(dataset), -(-len(dataset) // ROWS_COMPARED))
-    with torch.random.fork_rng(devices=[]):
-        return any(_differ(collate([dataset[row]]) for _ in range(TIMES_COMPARED)) for row in rows)
-
-
-def _differ(readings: Iterator[dict[str, Any]]) -> bool:
-    first = tensors_in(next(readings))
-    return any(not torch.equal(value, other[name]) for other in readings for name, value in first.items())
 
 
 def _time_one_micro_batch(active: ActiveRun) -> float:

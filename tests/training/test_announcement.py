@@ -14,7 +14,8 @@ import torch
 from hf_bayes import HMCConfig, MAPConfig, MCDropoutConfig, MeanFieldConfig, SGHMCConfig
 from hf_bayes.training import announcement
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.announcement import announce, rows_vary
+from hf_bayes.training.announcement import announce
+from hf_bayes.training.data.varying import rows_vary
 from hf_bayes.training.trainer_host import TrainerHost
 from tests import runs
 from tests.runs import token_rows
@@ -81,8 +82,7 @@ class Reversed(Augmented):
 
 def test_augmentation_that_spares_half_of_the_rows_is_noticed(tmp_path: Path) -> None:
     trainer = runs.trainer(tmp_path, ONE_DRAW, train=Reversed())
-    active = ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows)
-    assert all(rows_vary(active) for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
+    assert all(rows_vary(*trainer.rows.data()) for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
 
 
 def prior_announced(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> re.Match[str] | None:
