@@ -32,10 +32,12 @@ class PrivateHooks(_Host):
     Attributes:
         setup: the settings that do not change after construction.
         diagnosis: the diagnostics of the last run, with its checkpoints; None before ``train``.
+        resumed_from: a checkpoint whose states of generators are still to be loaded; None if there is none.
     """
 
     setup: Setup
     diagnosis: Diagnosis | None = None
+    resumed_from: str | None = None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with sealed_checkpoint(self, trial, group=self.setup.mesh):
@@ -54,6 +56,16 @@ class PrivateHooks(_Host):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             required(self.diagnosis).checkpoints.load(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load the states of the generators once.
+
+        In the middle of an epoch Trainer does so after it has fetched the rows of the first update. A collator that
+        draws random numbers needs them before (``get_batch_samples``).
+        """
+        if self.resumed_from is not None:
+            self.resumed_from = None
+            super()._load_rng_state(checkpoint)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
         """Return None: the norm over all chains together means nothing, and theta holds no gradient."""

@@ -135,6 +135,7 @@ class BayesianTrainerMixin(PrivateHooks):
         self.active, self.diagnosis = begun.active, begun.diagnosis
         self.optimizer, self.lr_scheduler = begun.learning_rate, begun.scheduler  # Trainer makes no others
         self.outcome.begin(begun.active)
+        self.resumed_from = begun.checkpoint
         if begun.end is None:
             with begun.active.trunk_memory():
                 output = super().train(begun.checkpoint, *args, **kwargs)
@@ -166,7 +167,10 @@ class BayesianTrainerMixin(PrivateHooks):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Return the micro-batches of an update; the objective counts their likelihood terms."""
-        return required(self.rows).take(epoch_iterator, num_batches), None
+        rows = required(self.rows)
+        if rows.stream is None and self.resumed_from is not None:
+            self._load_rng_state(self.resumed_from)  # no row is skipped here by reading it, as in a stream
+        return rows.take(epoch_iterator, num_batches), None
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return R, the number of rows in an update of a chain, over all processes that share it."""

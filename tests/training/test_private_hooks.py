@@ -3,7 +3,8 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from transformers import Trainer
+import torch
+from transformers import Trainer, default_data_collator
 
 from hf_bayes.members.compat import transformers as compat
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -49,3 +50,20 @@ def test_every_override_takes_what_trainer_passes() -> None:
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds or inspect.Parameter.VAR_POSITIONAL in kinds
         for parameter in inspect.signature(stock).parameters:
             assert takes_all or parameter in own, f"{name} lacks {parameter}"
+
+
+def test_a_collator_that_draws_resumes_within_an_epoch(tmp_path) -> None:
+    def collate(rows):
+        batch = default_data_collator(rows)
+        hidden = torch.rand(batch["input_ids"].shape) < 0.3
+        return batch | {"input_ids": torch.where(hidden, 5, batch["input_ids"])}
+
+    def run(folder, checkpoint=None, **changes):
+        method = SGHMCConfig(num_chains=2, draws_per_chain=2, temperature=0.01)
+        trainer = runs.trainer(folder, method, collator=collate, max_steps=10, **changes)
+        trainer.train(checkpoint)
+        return trainer.posterior.approximation
+
+    whole = run(tmp_path / "whole", save_strategy="steps", save_steps=1, save_total_limit=None)
+    for update in (3, 5, 7):  # an epoch has five
+        assert runs.equal(run(tmp_path / "rest", str(tmp_path / f"whole/checkpoint-{update}")), whole)

@@ -156,6 +156,7 @@ _OF_TRAINERS = (
     PrivateName(_TRAINER, "_save_optimizer_and_scheduler", ("output_dir",), "overridden"),
     PrivateName(_TRAINER, "_load_from_checkpoint", ("resume_from_checkpoint", "model"), "overridden"),
     PrivateName(_TRAINER, "_load_optimizer_and_scheduler", ("checkpoint",), "overridden"),
+    PrivateName(_TRAINER, "_load_rng_state", ("checkpoint",), "overridden"),
     PrivateName(_TRAINER, "_get_grad_norm", ("model", "grad_norm"), "overridden"),
     PrivateName(_TRAINER, "_prepare_inputs", ("inputs",), "called"),
     PrivateName(_TRAINER, "_remove_unused_columns", ("dataset", "description"), "called"),
