@@ -44,6 +44,7 @@ def recommended(
     unit: str = "example",
     num_processes: int = 1,
     inherits: bool = False,
+    packs: bool = False,
 ) -> tuple[MethodConfig, str]:
     """Return a method, and a sentence that says which.
 
@@ -53,11 +54,17 @@ def recommended(
         unit: ``Task.unit``: a row of tokens says more than a row with one label.
         num_processes: a ladder compares its chains, so one process needs all of them.
         inherits: as for ``on_ladder``.
+        packs: rows will be packed, so their number says nothing about the updates.
     """
     method, held = on_ladder(inherits=inherits), num_heldout or 0
     needs = method.requirements
     least, most = needs.least_rows(unit), needs.most_rows(unit)
-    if num_updates is not None and num_updates < LEAST_UPDATES:
+    if num_updates is None and packs:
+        reason = (
+            f"packing changes the number of rows, so it is not known whether the run has the {LEAST_UPDATES} updates "
+            "that SGHMC needs. Give max_steps"
+        )
+    elif num_updates is not None and num_updates < LEAST_UPDATES:
         reason = f"the run has {num_updates} updates, and SGHMC needs {LEAST_UPDATES}. Train longer"
     elif num_processes > 1:
         one = "the temperature T of SGHMC is chosen in a run of one process"

@@ -43,6 +43,13 @@ def test_without_a_choice_it_is_an_ensemble(rows: int | None, unit: str, process
     assert re.search(reason, words)
 
 
+def test_packed_rows_do_not_count_as_updates() -> None:
+    method, words = recommended(500, packs=True)
+    assert method == EnsembleConfig(num_chains=4)
+    assert "because packing changes the number of rows" in words
+    assert recommended(500, packs=True, num_updates=LEAST_UPDATES)[0] == on_ladder()
+
+
 def test_a_prior_that_is_a_posterior_is_not_widened() -> None:
     assert recommended(500, inherits=True)[0].ladder == {"temperature": [1.0, 0.3, 0.1, 0.03]}
 

@@ -47,6 +47,7 @@ def recommended_method(
         unit=unit,
         num_processes=getattr(args, "world_size", 1),
         inherits=inherits,
+        packs=getattr(args, "packing", False),
     )
     rate = args.learning_rate
     if rate is not None and found.requirements.learning_rate == "whitening":
