@@ -24,7 +24,7 @@ from hf_bayes.training.learning_rate import LearningRate, schedule
 from hf_bayes.training.reports.step_lines import shorten_lines
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.setup import Setup, given_back_on_error
-from hf_bayes.training.trainer_host import TrainerHost
+from hf_bayes.training.trainer_host import TrainerHost, heldout_name
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 
 Part = TypeVar("Part")
@@ -49,6 +49,7 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     """
     model, method = setup.model, setup.method
     check_vocabulary(host.tokenizer, model.core)
+    host.align_special_tokens()
     if setup.inherited is not None:
         setup.inherited.check_tokenizer(host.tokenizer)
     host.keep_columns(model.core, columns_of(model.likelihood))
@@ -59,11 +60,13 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     method, needs = (method, method.requirements) if rows is None else (rows.method, rows.requirements)
     require_all_chains(method, setup.mesh)
     refuse_batch_statistics(host, model, method)
+    heldout = HeldOutData(host)
+    heldout.check_sets(model, besides=None if needs.heldout == "none" else heldout_name(host.eval_dataset))
     if needs.heldout != "none":
-        HeldOutData(host).check(model, method)
+        heldout.check(model, method)
     require_calibration(host, model)
     if needs.heldout != "none" or reason_against(host, model) is None:
-        HeldOutData(host).require_same(setup.mesh)
+        heldout.require_same(setup.mesh)
     if setup.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
         model.show(model.theta.detach(), setup.member_group)
     return rows

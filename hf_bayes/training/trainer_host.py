@@ -17,8 +17,16 @@ import datasets
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from tqdm import tqdm
-from transformers import DefaultFlowCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers import (
+    DefaultFlowCallback,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    ProgressCallback,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import align_special_tokens
 
 from hf_bayes.members.compat import transformers as compat
 from hf_bayes.training.arguments import BayesianTrainingArguments
@@ -92,6 +100,15 @@ class TrainerHost:
         """Log a warning, in the first process."""
         if self.is_first_process:
             logger.warning(message, *values)
+
+    def align_special_tokens(self) -> None:
+        """Give the model's config the special tokens of the tokenizer, as ``Trainer.train`` does.
+
+        That is too late for checks and trials before the first update, and for an evaluation before training: a
+        classifier with a decoder needs the token of padding in every batch.
+        """
+        if isinstance(self.tokenizer, PreTrainedTokenizerBase | ProcessorMixin):
+            align_special_tokens(self._trainer.model, self.tokenizer)
 
     def prepare(self, batch: Any) -> Any:
         """Move a batch to the device, as Trainer does."""
@@ -198,7 +215,7 @@ def expected_updates(args: Any, train_dataset: Any) -> int | None:
         return None
     if args.max_steps > 0:
         return args.max_steps
-    if not isinstance(train_dataset, Sized):
+    if not isinstance(train_dataset, Sized) or getattr(args, "packing", False):
         return None
     rows = args.train_batch_size * args.gradient_accumulation_steps
     return math.ceil(args.num_train_epochs * math.ceil(len(train_dataset) / rows))

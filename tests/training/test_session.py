@@ -111,10 +111,10 @@ def test_a_temperature_without_held_out_rows_is_refused_at_once(tmp_path: Path) 
         classifier(tmp_path, SGHMC, **changes)
 
 
-def test_held_out_labels_are_checked_if_a_method_fits_by_them(tmp_path: Path) -> None:
-    classifier(tmp_path, SGHMC, eval_dataset=WRONG_LABEL, calibrate=False)
+@pytest.mark.parametrize("method", [SGHMC, HELDOUT])
+def test_held_out_labels_are_checked(tmp_path: Path, method: Any) -> None:
     with pytest.raises(ValueError, match=r"row 0 of eval_dataset has a label outside 0\.\.2"):
-        classifier(tmp_path, HELDOUT, eval_dataset=WRONG_LABEL, calibrate=False)
+        classifier(tmp_path, method, eval_dataset=WRONG_LABEL, calibrate=False)
 
 
 def test_a_trainer_without_training_rows_checks_its_tokenizer(tmp_path: Path) -> None:

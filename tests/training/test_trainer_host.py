@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from torch import nn
-from transformers import Trainer
+from transformers import DataCollatorWithPadding, LlamaForSequenceClassification, Trainer
 
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.trainer_host import TrainerHost, expected_updates, logger, without_data_parallel
+from tests import runs
+from tests.tiny_models import tiny_llama, tiny_tokenizer
 
 
 def host_of(*, disable_tqdm: bool = False, first: bool = True) -> TrainerHost:
@@ -87,3 +90,15 @@ def test_expected_updates_are_those_of_trainer(tmp_path: Path, rows: Any, change
     assert expected_updates(None, rows) is None
     if args.max_steps < 0:
         assert expected_updates(args, iter(rows)) is None
+
+
+def test_a_decoder_that_classifies_knows_its_padding(tmp_path: Path) -> None:
+    base = LlamaForSequenceClassification(tiny_llama(num_labels=3).config)
+    base.config.pad_token_id, tokenizer = None, tiny_tokenizer()
+    trainer = runs.trainer(
+        tmp_path, EnsembleConfig(num_chains=2), model=base, subspace="last_layer", train=runs.label_rows(4),
+        eval_dataset=runs.label_rows(4), collator=DataCollatorWithPadding(tokenizer), processing_class=tokenizer,
+    )  # fmt: skip
+    assert base.config.pad_token_id == tokenizer.pad_token_id
+    assert trainer.evaluate()["eval_nll"] > 0
+    trainer.train()

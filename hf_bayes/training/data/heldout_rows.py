@@ -6,15 +6,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.data_rows import in_words, is_stream
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.checks.rows import refuse_other_heldout_rows, require_heldout
 from hf_bayes.training.data.fingerprint import describe_rows
 from hf_bayes.training.trainer_host import TrainerHost, heldout_name
+from hf_bayes.uncertainty.likelihoods import refuse_labels
+
+CHECKED_ROWS = 64
+"""The rows of a batch that are checked at once."""
 
 
 class HeldOutData:
@@ -34,6 +40,30 @@ class HeldOutData:
         """Check that the rows can be counted and have labels, before anything runs."""
         require_heldout(self._host.eval_dataset, method, unit=TASKS[model.task].unit)
         self.count_terms(model, both_halves=method.requirements.heldout == "split")
+
+    def check_sets(self, model: BayesianModel, *, besides: str | None) -> None:
+        """Check that the model can take the rows of all data sets, so that no run is made in vain.
+
+        A data set without labels is no error: the posterior then has no metrics.
+
+        Args:
+            besides: the name of a data set that is checked elsewhere.
+        Raises:
+            ValueError: for inputs or labels that the model cannot take, naming the row.
+        """
+        for name, rows in self._host.eval_sets.items():
+            if name == besides or rows is None or is_stream(rows):
+                continue
+            where = f"eval_dataset {name!r}" if name else "eval_dataset"
+            dataset, collate = self._host.without_unused(rows, "evaluation")
+            loader = DataLoader(dataset, batch_size=CHECKED_ROWS, collate_fn=in_words(collate, where))
+            quiet = self._host.args.disable_tqdm or not self._host.is_first_process
+            for index, batch in enumerate(tqdm(loader, f"Checking {where}", delay=5.0, disable=quiet, leave=False)):
+                model.check_inputs(batch, where=where, first=index * CHECKED_ROWS)
+                if batch.get("labels") is not None:
+                    refuse_labels(
+                        model.likelihood, batch["labels"], model.num_outputs, where=where, first=index * CHECKED_ROWS
+                    )
 
     def require_same(self, mesh: ChainMesh) -> None:
         """Check that all processes have these rows."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from transformers import DataCollatorWithPadding
 
 from hf_bayes import EnsembleConfig, LaplaceConfig, fit_laplace
 from hf_bayes.models.attaching import attach
@@ -29,6 +30,26 @@ def test_a_trainer_without_held_out_rows_refuses_before_training(given: Any, mes
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, LaplaceConfig(fit_prior="heldout"), model=model, train=label_rows(4), eval_dataset=given,
                 subspace="last_layer")  # fmt: skip
+
+
+LONG = {**label_rows(1, length=40)[0]}
+
+
+@pytest.mark.parametrize("name", ["", "far"])
+@pytest.mark.parametrize(("wrong", "message"), [({"label": 3}, "has a label outside"), (LONG, "has 40 tokens, more")])
+def test_rows_for_metrics_alone_are_checked_before_training(
+    name: str, wrong: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = models.tiny_bert(num_labels=3, hidden_size=4, max_position_embeddings=32)
+    rows = label_rows(70)
+    rows[66] |= wrong
+    given: Any = {"near": Dataset.from_list(label_rows(2)), name: Dataset.from_list(rows)} if name else rows
+    where = f"eval_dataset {name!r}" if name else "eval_dataset"
+    with pytest.raises(ValueError, match=f"row 66 of {where} {message}"):
+        trainer(
+            tmp_path, EnsembleConfig(), model=model, train=label_rows(4), eval_dataset=given, subspace="last_layer",
+            collator=DataCollatorWithPadding(models.tiny_tokenizer()),
+        )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP", "ignore:held-out rows", "ignore:.*worse than a MAP")
