@@ -27,6 +27,7 @@ from hf_bayes.models.attaching import refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.classification import problem_of
 from hf_bayes.models.inherited_prior import Inherited, inherit
+from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.preferences import REFERENCE, BayesianModelForPreferences
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
@@ -93,6 +94,7 @@ def fit_laplace(
     _check_data(data, heldout, batch_size, num_data, data_unit)
     with _as_bayesian(model, config, subspace, noise_std, likelihood) as bayesian:
         refuse_frozen_adapter(bayesian)
+        warn_of_frozen_head(bayesian.core, bayesian.layout)
         inherited = None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit)
         if inherited is not None:
             inherited.check_tokenizer(tokenizer)

@@ -13,6 +13,7 @@ from hf_bayes.distributions.approximations import Draws
 from hf_bayes.methods.registry import from_dict
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.loading.base_model import config_of_adapter
+from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.posteriors.posterior import Posterior
 
@@ -54,6 +55,7 @@ def fit_mc_dropout(
     require_seed(seed)
     with attach(model, subspace=subspace, noise_std=noise_std) as bayesian:
         refuse_frozen_adapter(bayesian)
+        warn_of_frozen_head(bayesian.core, bayesian.layout)
         layout, theta = bayesian.layout, bayesian.current.detach().cpu()
         masks = config.masks(layout.named_shapes)
         verdict = f"dropout of {config.dropout:g} around given weights: not assessed"

@@ -25,6 +25,7 @@ from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.attaching import MODELS, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.calibrating import fit_to, heldout_sums
+from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
@@ -88,6 +89,7 @@ def fit_training_free(
     check_sizes(batch_size, num_data, data_unit)
     with as_bayesian(model, subspace, noise_std, likelihood, load=load_adapter) as bayesian:
         refuse_frozen_adapter(bayesian)
+        warn_of_frozen_head(bayesian.core, bayesian.layout)
         if bayesian.posterior is not None:
             subspace = bayesian.posterior.config.subspace
         collate = with_columns(bayesian.likelihood, collate or default_data_collator)

@@ -18,6 +18,7 @@ from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.loading.base_model import warn_of_resized_base
+from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.models.refusals import refuse_other_likelihood
 from hf_bayes.posteriors.storage import check_writable
@@ -100,6 +101,7 @@ def set_up(
             ready = attach(ready, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood)
         stack.enter_context(given_back_on_error(ready, was_attached=was_attached))
         warn_of_resized_base(ready.model, ready.core)
+        warn_of_frozen_head(ready.core, ready.layout)
         _refuse_trunk_memory(ready, args)
         ready.calibrated = False  # the temperature of a posterior that was loaded is not that of its chains
         bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from hf_bayes.core.layout import Layout, grouped
 from hf_bayes.models.loading import lora_layers
@@ -74,6 +74,31 @@ def warn_of_random_weights(loaded: Loaded, name: str) -> None:
             "posterior cannot be loaded, since each load would make up others: name their modules in modules_to_save "
             "of the LoRA, or give a checkpoint that has them"
         )
+
+
+def warn_of_frozen_head(core: PreTrainedModel, layout: Layout) -> None:
+    """Warn of a head that the checkpoint lacks and that is frozen: its random values will be in no file.
+
+    Args:
+        layout: the random parameters, by their names in the model with its adapter.
+    """
+    name, kind = core.name_or_path, type(core).__name__
+    names = map(lora_layers.plain_name, layout.names)
+    try:
+        stored = AutoConfig.from_pretrained(name or "", local_files_only=True)
+    except (OSError, ValueError):  # of no folder
+        return
+    is_new = kind not in (stored.architectures or [kind]) or stored.num_labels != core.config.num_labels
+    head = [each for each, _ in core.named_parameters() if not is_in_base(core, each)]
+    if core.can_generate() or not is_new or not head or not all(is_in_base(core, each) for each in names):
+        return
+    warnings.warn(
+        f"{name} has no head for {core.config.num_labels} labels, so {grouped(map(lora_layers.plain_name, head))} is "
+        "random, and it is frozen: a saved posterior cannot be loaded, since each load would make up another head. "
+        'Train it: LoraConfig(task_type="SEQ_CLS") ("TOKEN_CLS" for token classes), or name its modules in '
+        "modules_to_save",
+        stacklevel=2,
+    )
 
 
 def warn_of_lost_weights(loaded: Loaded, layout: Layout, what: str) -> None:

@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from hf_bayes.core.layout import Layout
-from hf_bayes.models.loading.checkpoint_weights import LOGGER, REPORT, Loaded, load_pretrained, warn_of_lost_weights
+from hf_bayes.core.layout import Layout, select
+from hf_bayes.models.loading.checkpoint_weights import (
+    LOGGER,
+    REPORT,
+    Loaded,
+    load_pretrained,
+    warn_of_frozen_head,
+    warn_of_lost_weights,
+)
 from tests.tiny_models import tiny_bert
 
 HEAD = ("classifier.bias", "classifier.weight")
@@ -74,3 +82,26 @@ def test_weights_that_nothing_holds_are_warned_of() -> None:
     first, second = (str(each.message) for each in found)
     assert "has no weights for bert.encoder.layer.*.output.dense.weight" in first
     assert "not used: bert.extra" in second
+
+
+@pytest.mark.parametrize(("task", "frozen"), [(None, True), ("SEQ_CLS", False)])
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_new_head_that_is_frozen_is_warned_of(
+    tmp_path: Path, task: str | None, frozen: bool, with_head: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    stored = tiny_bert(num_labels=4)
+    (stored if with_head else stored.bert).save_pretrained(tmp_path)
+    base = load_pretrained(AutoModelForSequenceClassification, str(tmp_path), num_labels=3).model
+    lora = LoraConfig(task_type=task, target_modules=["query"])
+    warn_of_frozen_head(base, select(get_peft_model(base, lora), "trainable"))
+    said = [str(warning.message) for warning in recwarn if "cannot be loaded" in str(warning.message)]
+    assert len(said) == frozen
+    assert all("no head for 3 labels, so classifier." in text for text in said)
+
+
+def test_a_head_of_the_checkpoint_may_be_frozen(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    base = load_pretrained(AutoModelForSequenceClassification, saved(tmp_path)).model
+    for model in (base, tiny_bert()):  # and one of no folder
+        adapted = get_peft_model(model, LoraConfig(target_modules=["query"]))
+        warn_of_frozen_head(model, select(adapted, "trainable"))
+    assert not [warning for warning in recwarn if "cannot be loaded" in str(warning.message)]
