@@ -18,6 +18,9 @@ from hf_bayes.posteriors.compat import is_repo_id
 from hf_bayes.posteriors.hub import DOWNLOAD, is_local, is_place
 from hf_bayes.posteriors.posterior import Posterior
 
+NOTED_REVISION = "loaded_revision"
+"""The attribute of a model that holds the revision with which ``load_pretrained`` has loaded it."""
+
 
 def locate(
     posterior: Posterior, given: Any, location: dict[str, Any], trust_remote_code: bool
@@ -54,16 +57,32 @@ def locate(
     return name, hub if is_given else {**hub, "revision": recorded["revision"] or "main"}
 
 
-def cached_commit(name: str) -> str | None:
-    """Return the commit of a repository's main branch in the Hub's cache; None for a folder, and without a cache.
+def revision_of(model: nn.Module, core: nn.Module) -> str | None:
+    """Return the branch, tag or commit that a model was loaded from, as far as it is known; None stands for "main".
 
-    A loaded model does not know its commit. For a model that was loaded from the main branch it is this one. A model of
-    another branch has other weights: their fingerprint refuses the wrong ones when a posterior is loaded.
+    transformers does not tell. peft's config may (``LoraConfig(revision=)``), and ``load_pretrained`` notes it.
+    """
+    if isinstance(model, PeftModel):
+        given = model.peft_config[model.active_adapter].revision
+        if given is not None:
+            return str(given)
+    noted: str | None = getattr(core, NOTED_REVISION, None)
+    return noted
+
+
+def cached_commit(name: str, revision: str | None = None) -> str | None:
+    """Return the commit of a repository's branch or tag in the Hub's cache; None for a folder.
+
+    A model of another branch than the one that is known here has other weights: their fingerprint refuses the wrong
+    ones when a posterior is loaded.
+
+    Args:
+        revision: None is the main branch. One that the cache does not have is returned as it is.
     """
     if not is_repo_id(name) or os.path.isdir(name):
         return None
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found).parent.name if isinstance(found, str) else None
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else revision
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.members.batch_norm import running_statistics
 from hf_bayes.members.compat import transformers as compat
 from hf_bayes.models.loading import lora_layers
-from hf_bayes.models.loading.base_location import cached_commit
+from hf_bayes.models.loading.base_location import cached_commit, revision_of
 from hf_bayes.models.loading.config_fingerprint import evaluation_fields
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.storage.json_types import as_list, is_texts
@@ -101,7 +101,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
     words = tokenizer_in(tokenizer)
     return {
         "name_or_path": _name(model, core),
-        "revision": cached_commit(_name(model, core)),
+        "revision": cached_commit(_name(model, core), revision_of(model, core)),
         "dtype": str(core.dtype).removeprefix("torch."),
         "fingerprint": {
             "weights": fingerprint_weights(model, layout),

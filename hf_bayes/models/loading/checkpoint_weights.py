@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_bayes.core.layout import Layout, grouped
 from hf_bayes.models.loading import lora_layers
+from hf_bayes.models.loading.base_location import NOTED_REVISION
 
 LOGGER = "transformers.modeling_utils"
 REPORT = " LOAD REPORT"
@@ -46,6 +47,7 @@ def load_pretrained(auto_class: Any, name: str, **settings: Any) -> Loaded:
     settings = {"ignore_mismatched_sizes": True} | settings
     with _without_report():
         model, found = auto_class.from_pretrained(name, output_loading_info=True, **settings)
+    setattr(model, NOTED_REVISION, settings.get("revision"))
     new = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
     unused = (key for key in found["unexpected_keys"] if is_in_base(model, key))
     return Loaded(model, tuple(sorted(new)), tuple(sorted(unused)))

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.models.loading.base_location import cached_commit, locate
+from hf_bayes.models.loading.base_location import cached_commit, locate, revision_of
+from hf_bayes.models.loading.checkpoint_weights import load_pretrained
 from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from tests.faults.posteriors import config, draws
+from tests.members.reference import core_of
 from tests.models.loading.test_base_model import described
 from tests.models.loading.test_lora_layers import saved
 from tests.posteriors.storage.test_read import as_hub_cache
@@ -122,3 +125,22 @@ def test_a_base_of_the_hub_is_recorded_with_its_commit(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user/base").mkdir(parents=True)
     assert cached_commit("user/base") is None  # transformers takes a folder before a repository
+
+
+@pytest.mark.parametrize("told_by", ["peft's config", "our loader"])
+def test_a_base_of_another_branch_is_recorded(told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    snapshot = as_hub_cache(tmp_path / "base", tmp_path / "cache", "base")
+    other, repository = "1" * 40, snapshot.parents[1]
+    shutil.copytree(snapshot, repository / "snapshots" / other, symlinks=True)
+    (repository / "refs" / "v2").write_text(other)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    settings: dict[str, Any] = {"revision": "v2", "cache_dir": tmp_path / "cache", "local_files_only": True}
+    if told_by == "our loader":
+        model: Any = load_pretrained(AutoModelForCausalLM, "user/base", **settings).model
+        assert described(model, "last_block")["revision"] == other
+    else:
+        base = AutoModelForCausalLM.from_pretrained("user/base", **settings)
+        model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]), revision="v2")
+    assert cached_commit("user/base", revision_of(model, core_of(model))) == other
+    assert cached_commit("user/base", "v3") == "v3"  # not in the cache
