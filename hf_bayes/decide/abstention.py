@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hf_bayes.models.predictors import Predictive, num_averaged
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.custom.weighted import without_weights
-from hf_bayes.uncertainty.likelihoods import name_of
+from hf_bayes.uncertainty.likelihoods import Likelihood, name_of, widened
 
 
 def fit_abstention(
@@ -68,10 +68,10 @@ def fit_abstention(
                 "give fit_threshold uncertainties and losses of your own"
             )
         found = [
-            model.read_predictions(batch, _judged(measure))[0]
+            model.read_predictions(batch, _judged(measure, model.likelihood))[0]
             for batch in labelled_batches(heldout, model=model, collate=collate, batch_size=batch_size)
         ]
-        columns = {name: torch.cat([part[name].cpu().double() for part in found]) for name in ("uncertainty", "error")}
+        columns = {name: torch.cat([part[name] for part in found]) for name in ("uncertainty", "error")}
         rule = fit_threshold(
             columns["uncertainty"].numpy(), columns["error"].numpy(),
             error_rate=error_rate, failure_rate=failure_rate, measure=measure,
@@ -137,14 +137,32 @@ def _require_origin(rule: Abstention, model: BayesianModel) -> None:
             )
 
 
-def _judged(measure: str) -> Callable[[Predictive, Tensor], dict[str, Tensor]]:
+def class_uncertainty(log_probs: Tensor, parts: Mapping[str, Tensor], measure: str) -> Tensor:
+    """Return an uncertainty [...] of a class in float64, on the CPU.
+
+    A fit and a pipeline both call this function. Rounded in two ways, rows exactly at the threshold would be answered
+    in the fit, and withheld in the pipeline.
+
+    Args:
+        log_probs: [..., C] of the mixture.
+        parts: name -> [...] uncertainties that the prediction defines.
+        measure: one of ``CLASS_MEASURES``.
+    Raises:
+        ValueError: if the prediction does not define the measure.
+    """
+    if measure == "one_minus_confidence":
+        return 1 - widened(log_probs).amax(-1).cpu().double().exp()
+    if measure not in parts:
+        raise ValueError(f"this prediction does not define {measure}: choose another measure, or predict by members")
+    return parts[measure].cpu().double()
+
+
+def _judged(measure: str, likelihood: Likelihood) -> Callable[[Predictive, Tensor], dict[str, Tensor]]:
     def read_row(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
-        numbers = found.statistics(labels)
-        if measure != "one_minus_confidence" and measure not in numbers:
-            raise ValueError(
-                f"this prediction does not define {measure}: choose another measure, or predict by members"
-            )
-        value = 1 - numbers["confidence"] if measure == "one_minus_confidence" else numbers[measure]
-        return {"uncertainty": value, "error": 1 - numbers["correct"]}
+        values = class_uncertainty(found.logits, found.parts, measure)
+        return {
+            "uncertainty": values[likelihood.is_term(labels).cpu()],
+            "error": 1 - found.statistics(labels)["correct"].cpu().double(),
+        }
 
     return read_row

@@ -59,7 +59,7 @@ def acquire(
         batch_size: rows of a forward pass.
         generator: as in ``select_rows``.
     Raises:
-        ValueError: as ``select_rows``, and for a model of another kind.
+        ValueError: as ``select_rows`` (before the first forward pass), and for a model of another kind.
     """
     check_rows("acquire", "pool", pool, batch_size)
     _check(len(pool), k, by)
@@ -67,6 +67,7 @@ def acquire(
         return select_rows(torch.zeros(1, len(pool), 1), k, by=by, generator=generator)
     if not isinstance(model, BayesianClassifier) or not without_weights(model.likelihood).predicts_classes:
         raise ValueError(f"acquire needs a Bayesian classifier with one class for each input, got {model!r:.100}")
+    _require_members(model.num_members, by)
     found, collate = [], collate or default_data_collator
     no_inputs = {"labels", "label", *columns_of(model.likelihood)}
     with torch.no_grad():
@@ -83,12 +84,13 @@ def select_rows(logits: Tensor, k: int, *, by: Rule = "bald", generator: torch.G
         by: one of ``RULES``.
         generator: draws for "random", and for "batchbald" with many labels; None is torch's global generator.
     Raises:
-        ValueError: for an unknown rule, and more rows than there are.
+        ValueError: for an unknown rule, more rows than there are, and one member with "bald" or "batchbald".
     """
     if logits.ndim != 3:
         raise ValueError(f"logits must be [members, rows, classes], got {list(logits.shape)}")
     num_rows = logits.shape[1]
     _check(num_rows, k, by)
+    _require_members(len(logits), by)
     if by == "random":
         return torch.randperm(num_rows, generator=generator, device=device_of(generator))[:k].tolist()
     if by == "batchbald":
@@ -103,6 +105,16 @@ def _check(num_rows: int, k: int, by: str) -> None:
         raise ValueError(f"unknown rule {by!r}: expected one of {', '.join(RULES)}")
     if not is_count(k) or k > num_rows:
         raise ValueError(f"k is the number of rows to choose, an integer from 1 to the pool's {num_rows}, got {k!r}")
+
+
+def _require_members(num_members: int, by: str) -> None:
+    """Raise for one member and a rule of mutual information, which is 0 for one member up to rounding."""
+    if by in ("bald", "batchbald") and num_members < 2:
+        raise ValueError(
+            f"by={by!r} chooses rows on which members disagree, and needs at least 2 members, got {num_members}: load "
+            "the posterior with more members, or choose by='entropy'. A distilled student is one network: sort the "
+            "rows by the `epistemic` that it returns, or load the posterior without prediction='distilled'"
+        )
 
 
 def _batchbald(probs: Tensor, k: int, generator: torch.Generator | None) -> list[int]:

@@ -7,6 +7,7 @@ An equivalence takes two texts and returns a bool. ``same_text`` needs no model.
 from __future__ import annotations
 
 import functools
+import re
 import string
 from collections.abc import Callable, Sequence
 
@@ -15,9 +16,17 @@ from torch import Tensor
 
 Equivalence = Callable[[str, str], bool]
 
+_MARK = f"[{re.escape(string.punctuation)}]"
+_MARKS = re.compile(rf"((?<=\d){_MARK}+(?=\d)|(?<![\w.])(?:-\.?|\.)(?=\d))|{_MARK}")
+"""A mark of punctuation; group 1 holds the marks of a number: between two digits, or a sign or point in front."""
+
 
 def same_text(one: str, other: str) -> bool:
-    """Return True if two texts agree but for case, punctuation and spaces."""
+    """Return True if two texts agree but for case, punctuation and spaces.
+
+    Punctuation between two digits is part of a number, as are a minus sign and a point before its first digit: "3.5"
+    differs from "35", "1,000" from "1000", and "-5" from "5".
+    """
     return _plain(one) == _plain(other)
 
 
@@ -64,4 +73,4 @@ def clusters(texts: Sequence[str], equivalent: Equivalence) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split())
+    return " ".join(_MARKS.sub(lambda found: found[1] or "", text.lower()).split())

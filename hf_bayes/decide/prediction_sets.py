@@ -13,8 +13,8 @@ The scores are functions of the mixture's probabilities p:
 
 * "lac": 1 - p_y (Sadinle et al. 2019). The sets are the smallest on average, and may be empty.
 * "aps": the probability of all classes above y, plus u p_y with u uniform on [0, 1] (Romano et al. 2020, eq. 5 and 8).
-  The sets adapt to how hard a row is. Without ``randomise``, u is 1: the score of the paper's eq. 3, whose sets are
-  never empty, and cover more than promised.
+  The sets adapt to how hard a row is. Without ``randomise``, u is 0, and the sets are those of the paper's eq. 3. They
+  always hold the likeliest class, which has the score 0, and so may cover more than promised.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def fit_prediction_sets(
         labels: [N] classes.
         coverage: the promised probability that a set contains the label.
         score: one of ``SCORES``.
-        randomise: False for sets of "aps" that depend on the row alone, and cover more than promised.
+        randomise: False for sets of "aps" that depend on the row alone, are never empty, and may cover more than
+            promised.
         generator: as in ``PredictionSets``.
     Raises:
         ValueError: for too few rows (with the number that would do), labels that do not fit, and NaN in a row.
@@ -133,7 +134,7 @@ def _scores(log_probs: Tensor, score: Score, randomise: bool, generator: torch.G
     ordered, order = probs.sort(-1, descending=True)
     above = ordered.cumsum(-1) - ordered
     if not randomise:
-        return torch.empty_like(probs).scatter_(-1, order, above + ordered)
+        return torch.empty_like(probs).scatter_(-1, order, above)
     shape = *probs.shape[:-1], 1
     share = torch.rand(shape, dtype=probs.dtype, generator=generator, device=device_of(generator)).to(probs.device)
     return torch.empty_like(probs).scatter_(-1, order, above + share * ordered)

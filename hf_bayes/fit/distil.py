@@ -30,7 +30,8 @@ from hf_bayes.models.loading.student_network import network_of
 from hf_bayes.models.predictors import num_averaged
 from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.posteriors.student import NETWORKS
+from hf_bayes.posteriors.prediction_fits import without_fits
+from hf_bayes.posteriors.student import DISTILLED, NETWORKS
 from hf_bayes.posteriors.tasks import TASKS, Task
 from hf_bayes.uncertainty.likelihoods import name_of
 from hf_bayes.uncertainty.student_head import StudentHead
@@ -74,7 +75,7 @@ def distil(
     _check(rows, batch_size)
     if other is not None and not len(other):
         raise ValueError("other must hold rows of another kind, got none: leave it out, or give some")
-    loaded = read(posterior)
+    loaded = without_fits(read(posterior), (DISTILLED,))
     _check_size(len(rows), TASKS[loaded.config.task])
     plain = dataclasses.replace(loaded, student=None, config=dataclasses.replace(loaded.config, student={}))
     kind = MODELS[loaded.config.task]

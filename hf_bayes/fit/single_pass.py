@@ -70,11 +70,16 @@ def fit_layer_factors(
     Args:
         posterior: a Gaussian posterior, its directory or its repository on the Hub.
         rows: rows with labels, which only mark the terms that count.
-        members: the number of members to compare with; they are drawn from the posterior.
+        members: the number of members to compare with, at least 2; they are drawn from the posterior.
         options: ``collate``, ``batch_size`` and ``base_model``, as of ``fit_calibration``.
     Raises:
-        ValueError: as ``BayesianModel.single_pass``, and for rows without labels.
+        ValueError: as ``BayesianModel.single_pass``, for rows without labels, and for one member.
     """
+    if members == 1:
+        raise ValueError(
+            "fit_layer_factors compares with the epistemic uncertainty of members, which is 0 for 1 member: give "
+            "members=2 or more (the default is 32)"
+        )
     with _opened("fit_layer_factors", "rows", posterior, rows, members=members, **options) as (plain, model, batches):
         target = _epistemic(model, batches)
         model.single_pass()

@@ -97,11 +97,17 @@ def fit_calibration(sums: GroupSums, *, num_members: int, prediction: str) -> Ca
         num_members: the number of members that were averaged; 0 for a closed form.
         prediction: the way of prediction.
     Raises:
-        ValueError: for fewer than ``MIN_TERMS`` terms.
+        ValueError: for fewer than ``MIN_TERMS`` terms, and for an NLL that is not finite.
     """
     num_terms = int(sums.terms.sum())
     require_enough(num_terms)
     curves, terms = sums.curves.numpy(), sums.terms.numpy()
+    if not np.isfinite(curves).all():
+        raise ValueError(
+            f"a temperature of the mixture needs a finite NLL of the held-out rows, got {curves[..., 0].sum():g}: a "
+            "label has probability 0 (a logit of -inf), or a prediction is NaN. Leave out rows whose label cannot "
+            "occur, or switch the calibration off"
+        )
     used = np.flatnonzero(terms)
     whole = _best(curves.sum(0))
     others = np.array([_best(curves.sum(0) - curves[group]) for group in used])

@@ -111,6 +111,8 @@ def _f1(average: str) -> Callable[[Statistics], float]:
         from sklearn.metrics import f1_score
 
         given, predicted = found["label"] > 0.5, found["probability"] > 0.5
+        if given.shape[1] == 1:  # scikit-learn reads one column as two classes, and would count "absent", too
+            return float(f1_score(given.ravel(), predicted.ravel(), average="binary", zero_division=0.0))
         return float(f1_score(given, predicted, average=average, zero_division=0.0))
 
     return score

@@ -120,7 +120,7 @@ def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
         if name == "nll":
             summary["nll"] = negative_log_likelihood(array)
         elif name == "correct":
-            summary["accuracy"] = float(array.mean())
+            summary["accuracy"] = mean_of("correct", array)
         elif name == "confidence":
             summary["ece"] = expected_calibration_error(array, arrays["correct"])
         elif name == "covered":

@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
 
-from hf_bayes.decide.abstention import rule_for
+from hf_bayes.decide.abstention import class_uncertainty, rule_for
 from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
@@ -104,7 +104,8 @@ class _ScoredPipeline(BayesianPipeline):
                 deviations = [part for part in DEVIATIONS if part in model_outputs]
                 record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in deviations}
             if abstain is not None:
-                record["abstained"] = abstain.abstains(_class_uncertainty(model_outputs, abstain.measure))
+                values = class_uncertainty(model_outputs["logits"], model_outputs, abstain.measure)
+                record["abstained"] = abstain.abstains(float(values[0]))
         return result
 
     def _functions(self) -> tuple[str, ...]:
@@ -136,14 +137,6 @@ class _ScoredPipeline(BayesianPipeline):
             yield cast("dict[int, str]", config.id2label)
         finally:
             config.id2label = given
-
-
-def _class_uncertainty(outputs: Any, measure: str) -> float:
-    if measure == "one_minus_confidence":
-        return 1 - float(outputs["logits"][0].float().softmax(-1).max())
-    if measure not in outputs:
-        raise ValueError(f"the threshold is of {measure}, which this prediction does not define: load it by members")
-    return float(outputs[measure][0])
 
 
 class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipeline):  # type: ignore[misc]

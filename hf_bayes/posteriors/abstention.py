@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_bayes.core.number_checks import is_integer, is_number
+from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 
 CLASS_MEASURES = ("one_minus_confidence", "total", "aleatoric", "epistemic")
@@ -31,7 +32,7 @@ class Abstention:
         answered: the share of them that was answered.
         heldout_error_rate: the error rate of the answered ones.
         num_members: the number of members of the prediction; None if predictions of any number may be judged.
-        prediction: the way of prediction, one of ``gaussian_links.PREDICTIONS``.
+        prediction: the way of prediction, one of ``gaussian_links.PREDICTIONS``, or "distilled".
         temperature: the temperature of the mixture.
     """
 
@@ -61,9 +62,8 @@ class Abstention:
         _require(is_integer(self.num_rows, 1, 2**63), "num_rows", self.num_rows, "an integer >= 1")
         fine = self.num_members is None or is_integer(self.num_members, 0, 2**63)
         _require(fine, "num_members", self.num_members, "an integer >= 0, or null")
-        _require(
-            self.prediction in list(PREDICTIONS), "prediction", self.prediction, f"one of {', '.join(PREDICTIONS)}"
-        )
+        known = [*PREDICTIONS, DISTILLED]
+        _require(self.prediction in known, "prediction", self.prediction, f"one of {', '.join(known)}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Abstention:

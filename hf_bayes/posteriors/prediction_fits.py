@@ -7,6 +7,7 @@ answers. Each belongs to one way of prediction, and in this order each is fitted
 |---|---|
 | the draws or the Gaussian | all four, and the held-out figures |
 | the factors | the student, the temperature and the threshold of the single pass |
+| the student | the threshold of the student |
 | the temperature | a threshold that was fitted at another temperature |
 
 A threshold of unknown origin (``Abstention.num_members`` is None) may belong to any prediction of the posterior. It
@@ -20,13 +21,22 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hf_bayes.distributions.approximations import Draws, Gaussian
+from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, SINGLE_PASS
 
 
 def without_fits(posterior: Posterior, predictions: Collection[str]) -> Posterior:
-    """Return the posterior without what was fitted to these ways of prediction, names of ``PREDICTIONS``."""
+    """Return the posterior without what was fitted to these ways of prediction.
+
+    Args:
+        predictions: names of ``PREDICTIONS``, or "distilled" for the threshold of a student. Without its student, the
+            threshold is left out, too.
+    """
     config = posterior.config
+    if config.student.get("prediction") in predictions:
+        predictions = (*predictions, DISTILLED)
     changes: dict[str, Any] = {
         name: {}
         for name in ("student", "calibration", "abstention")
@@ -69,16 +79,18 @@ def with_temperature(posterior: Posterior, calibration: Mapping[str, Any]) -> Po
     """
     changes: dict[str, Any] = {"calibration": dict(calibration)}
     rule = posterior.config.abstention
-    if rule and not _holds(rule, posterior.config.calibration, calibration):
+    if rule and not _holds(rule, posterior.config, calibration):
         changes["abstention"] = {}
     return dataclasses.replace(posterior, config=dataclasses.replace(posterior.config, **changes))
 
 
-def _holds(rule: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return whether a threshold holds after the calibration ``before`` was replaced by another one."""
+def _holds(rule: Mapping[str, Any], config: PosteriorConfig, after: Mapping[str, Any]) -> bool:
+    """Return whether a threshold holds after the calibration of the config was replaced by another one."""
     if rule["num_members"] is None:  # of any prediction
-        return _change(before) == _change(after)
-    way = rule["prediction"], rule["num_members"]
+        return _change(config.calibration) == _change(after)
+    # a student takes the temperature of the prediction that it imitates
+    tempered = config.student if rule["prediction"] == DISTILLED else rule
+    way = tempered.get("prediction"), tempered.get("num_members")
     temperature = after["temperature"] if (after["prediction"], after["num_members"]) == way else 1.0
     return bool(rule["temperature"] == temperature)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_bayes import BayesianModelForSequenceClassification, Posterior, pipeline
-from hf_bayes.decide.abstention import fit_abstention, rule_for, with_abstention
+from hf_bayes import BayesianModelForSequenceClassification, Posterior, distil, pipeline
+from hf_bayes.decide.abstention import class_uncertainty, fit_abstention, rule_for, with_abstention
+from hf_bayes.fit import distil_training
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
-from hf_bayes.posteriors.abstention import CLASS_MEASURES
+from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from tests import runs
+from tests.fit import distilled
 from tests.posteriors.test_abstention import RULE
 from tests.tiny_models import TEXTS, tiny_bert, tiny_tokenizer
 
@@ -74,6 +77,43 @@ def test_the_heldout_rows_are_judged_by_the_mixture(posterior: Posterior) -> Non
     answered = (-(logits.exp() * logits).sum(-1) <= stored["threshold"] + 1e-6) & (torch.arange(60) % 4 > 0)
     assert stored["heldout_error_rate"] == pytest.approx(wrong[answered].double().mean().item())
     assert stored["answered"] == pytest.approx(answered.sum().item() / 45)
+
+
+@pytest.mark.parametrize("measure", CLASS_MEASURES)
+def test_a_pipeline_answers_at_the_threshold_itself(posterior: Posterior, measure: str) -> None:
+    classify = pipe(posterior)
+    for text in TEXTS:
+        row = {**classify.tokenizer(text), "labels": classify.model.config.label2id[classify(text)[0]["label"]]}
+        found = fit_abstention(posterior, [row] * 20, base_model=tiny_bert(), measure=measure, batch_size=1, **EASY)
+        rule = Abstention.from_dict(found.config.abstention)
+        assert rule.answered == 1
+        assert classify(text, abstain=rule)[0]["abstained"] is False
+
+
+def test_an_uncertainty_does_not_depend_on_the_other_rows() -> None:
+    log_probs = torch.randn(37, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    together = class_uncertainty(log_probs, {}, "one_minus_confidence")
+    apart = [class_uncertainty(row[None], {}, "one_minus_confidence") for row in log_probs]
+    assert torch.equal(together, torch.cat(apart))
+    with pytest.raises(ValueError, match="does not define aleatoric: choose another measure"):
+        class_uncertainty(log_probs, {}, "aleatoric")
+
+
+def test_a_students_uncertainty_may_have_a_threshold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(distil_training, "UPDATES", 30)
+    with_student = partial(distil, rows=distilled.ROWS, base_model=tiny_bert(), batch_size=50, progress=False)
+    student = with_student(distilled.ensemble("classes"))
+    found = fit_abstention(student, ROWS, base_model=tiny_bert(), prediction="distilled", **EASY)
+    found.save_pretrained(tmp_path)
+    stored = Posterior.from_pretrained(tmp_path).config.abstention
+    assert (stored["prediction"], stored["num_members"]) == ("distilled", 0)
+    records = pipe(tmp_path, prediction="distilled")(list(TEXTS), abstain=True)
+    assert [record["abstained"] for record in records] == [
+        record["uncertainty"]["total"] > stored["threshold"] for record in records
+    ]
+    with pytest.raises(ValueError, match="fitted with num_members=0, and the model has 4"):
+        pipe(tmp_path)(TEXTS[0], abstain=True)
+    assert with_student(found).config.abstention == {}
 
 
 def test_a_threshold_of_another_prediction_is_refused(posterior: Posterior) -> None:

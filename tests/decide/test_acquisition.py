@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes import attach
+from hf_bayes import BayesianModelForSequenceClassification, attach
 from hf_bayes.decide import acquisition
 from hf_bayes.decide.acquisition import RULES, acquire, select_rows
 from hf_bayes.uncertainty.custom.weighted import Weighted
 from hf_bayes.uncertainty.decomposition import decompose
 from tests import runs
+from tests.fit.distilled import ensemble
 from tests.pipelines.built import bayesian
 from tests.tiny_models import tiny_bert
 
@@ -96,6 +97,19 @@ def test_weights_of_rows_are_not_read() -> None:
             chosen.append(acquire(model, pool, 4))
             assert chosen[-1] == acquire(model, rows, 4)
     assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("by", ["bald", "batchbald"])
+def test_one_member_has_no_disagreement_to_rank_by(by: Any) -> None:
+    with pytest.raises(ValueError, match=f"by='{by}' .* at least 2 members, got 1: .*by='entropy'"):
+        select_rows(logits(num_members=1), 2, by=by)
+    load = BayesianModelForSequenceClassification.from_pretrained
+    with load(ensemble("classes"), base_model=tiny_bert(), members=1) as network:
+        for pool in (runs.label_rows(4), [{"wrong": 1}] * 4):  # before the first forward pass
+            with pytest.raises(ValueError, match="sort the rows by the `epistemic` that it returns"):
+                acquire(network, pool, 2, by=by)
+    total = decompose(logits(num_members=1)).total
+    assert select_rows(logits(num_members=1), 6, by="entropy") == total.argsort(descending=True).tolist()
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:

@@ -16,6 +16,19 @@ def test_the_same_text_differs_in_case_and_punctuation_only() -> None:
     assert not same_text("Paris", "Rome")
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("3.5", "35", False), ("1,000", "1000", False), ("3/4", "34", False), ("10-20", "1020", False),
+        ("-5", "5", False), ("x = -5", "x = 5", False), (".5", "5", False), ("-.5", ".5", False),
+        ("It is 3.5.", "it is 3.5", True), ("(-5)", "-5!", True), ("...5", "5", True), ("$5", "5", True),
+        ("in 1990, 1991", "in 1990 1991", True), ("Covid-19", "covid19", True), ("5-year", "5year", True),
+    ],
+)  # fmt: skip
+def test_punctuation_of_a_number_is_part_of_it(one: str, other: str, same: bool) -> None:
+    assert same_text(one, other) is same
+
+
 def test_texts_of_similar_embeddings_are_equivalent() -> None:
     calls = []
 

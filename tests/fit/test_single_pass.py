@@ -80,6 +80,11 @@ def test_factors_of_layers_bring_the_uncertainty_of_members(wide: Posterior) -> 
     assert error[1] < error[0]
 
 
+def test_factors_of_layers_need_two_members(wide: Posterior) -> None:
+    with pytest.raises(ValueError, match="which is 0 for 1 member: give members=2 or more"):
+        fit_layer_factors(wide, ROWS, members=1, base_model=tiny_bert())
+
+
 def test_passes_are_read_once_and_give_the_same_outputs(wide: Posterior, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = batch()
     with loaded(wide, calibrated=False) as model:

@@ -86,6 +86,16 @@ def test_too_few_rows_are_refused() -> None:
         fitted(*predictions(0.6, 49))
 
 
+@pytest.mark.parametrize(("label", "value"), [(1, "inf"), (3, "nan")])
+def test_an_nll_that_is_not_finite_is_refused(label: int, value: str) -> None:
+    log_probs = torch.tensor([[0.0, -math.inf, -2.0, -1.0]]).log_softmax(-1).repeat(60, 1)
+    labels = torch.zeros(60, dtype=torch.long)
+    log_probs[0, 3] = math.nan if value == "nan" else log_probs[0, 3]
+    labels[0] = label
+    with pytest.raises(ValueError, match=f"needs a finite NLL of the held-out rows, got {value}: a label has"):
+        fitted(log_probs, labels)
+
+
 def test_sums_of_parts_are_the_sums_of_all() -> None:
     log_probs, labels = predictions(0.6, 200)
     groups = torch.arange(200) % NUM_GROUPS

@@ -67,6 +67,15 @@ def test_figures_of_several_labels_are_those_of_scikit_learn() -> None:
     assert set(found["auroc"]["other"]) == {"total", "epistemic", "confidence"}
 
 
+def test_f1_of_a_single_label_is_that_of_its_presence() -> None:
+    test = labelled(200, num_labels=2)
+    test = {name: value[:, :1] for name, value in test.items()}
+    label, predicted = test["label"][:, 0], test["probability"][:, 0] > 0.5
+    found = scores(test, SEVERAL_LABELS)
+    assert found["micro_f1"] == found["macro_f1"] == f1_score(label, predicted)
+    assert found["micro_f1"] != accuracy_score(label, predicted)
+
+
 def test_ece_of_several_labels_compares_each_probability() -> None:
     test = labelled(300)
     probability, label = test["probability"].ravel(), test["label"].ravel()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_bayes.distributions.approximations import Draws
+from hf_bayes.posteriors.custom_generate import as_draws
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_approximation, with_layer_factors, with_temperature, without_fits
 from tests.faults import posteriors
@@ -82,6 +83,26 @@ def test_a_threshold_stays_at_its_own_temperature(
     found = with_temperature(fitted(before, rule=rule), CALIBRATED | after)
     assert found.config.calibration == CALIBRATED | after
     assert kept(found) == set(FITS) - (set() if stays else {"abstention"})
+
+
+STUDENT: dict[str, Any] = {"prediction": "distilled", "num_members": 0}
+
+
+def test_a_threshold_of_a_student_goes_with_it() -> None:
+    assert kept(without_fits(fitted(MEMBERS, rule=STUDENT), ("distilled",))) == set(FITS) - {"abstention"}
+    assert kept(without_fits(fitted(MEMBERS, rule=STUDENT), ("members",))) == {"layer_factors"}
+    assert kept(without_fits(fitted(MEMBERS, rule=STUDENT), ("linearised",))) == set(FITS)
+
+
+def test_draws_of_an_export_have_no_threshold_of_a_student() -> None:
+    assert kept(as_draws(fitted(MEMBERS, rule=STUDENT), 10)) == {"calibration"}
+    assert kept(as_draws(fitted(MEMBERS), 10)) == {"calibration", "abstention"}
+
+
+@pytest.mark.parametrize(("temperature", "stays"), [(1.3, True), (1.5, False)])
+def test_a_student_has_the_temperature_that_it_imitates(temperature: float, stays: bool) -> None:
+    found = with_temperature(fitted(MEMBERS, rule=STUDENT), CALIBRATED | MEMBERS | {"temperature": temperature})
+    assert ("abstention" in kept(found)) is stays
 
 
 def test_a_temperature_of_1_keeps_a_threshold_of_unknown_origin() -> None:
