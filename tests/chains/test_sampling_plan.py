@@ -170,7 +170,7 @@ def test_energies_of_the_wrong_kind_are_refused(energy: Callable[..., Any], mess
         run(energy)
 
 
-def test_the_share_of_an_update_is_known_from_the_number_of_batches() -> None:
+def test_a_number_of_batches_gives_the_share_of_an_update() -> None:
     assert update_fraction_of([1, 2, 3, 4, 5], 2, None) == 0.4
     assert update_fraction_of([1, 2], 5, None) == 1.0
     assert update_fraction_of([1, 2], 2, 0.1) == 0.2  # the list may be a part of the data

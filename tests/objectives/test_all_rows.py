@@ -45,6 +45,6 @@ def test_there_is_none_without_rows_by_number() -> None:
     assert objective.full_gradient(torch.zeros(CHAINS, 1)) is None
 
 
-def test_there_is_none_of_rows_that_differ_each_time_they_are_read() -> None:
+def test_there_is_none_of_rows_that_vary() -> None:
     objective = classifier(data=DataAccess(by_number, 40, varies=True))
     assert objective.full_gradient(theta_near(objective)) is None

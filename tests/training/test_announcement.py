@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 import warnings
 from dataclasses import replace
@@ -15,7 +14,6 @@ from hf_bayes import HMCConfig, MAPConfig, MCDropoutConfig, MeanFieldConfig, SGH
 from hf_bayes.training import announcement
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
-from hf_bayes.training.data.varying import rows_vary
 from hf_bayes.training.trainer_host import TrainerHost
 from tests import runs
 from tests.runs import token_rows
@@ -70,19 +68,6 @@ def test_dropout_is_spoken_of_as_each_method_meets_it(
         announce(active)
     assert words in caplog.text
     assert ("Jensen" in caplog.text) == ("has dropout (lora_dropout 0.1)" in caplog.text) == (config is ONE_DRAW)
-
-
-class Reversed(Augmented):
-    """Rows that are read backwards half of the time."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = token_rows(8)[index]
-        return {**row, "input_ids": row["input_ids"][:: random.choice((1, -1))]}
-
-
-def test_augmentation_that_spares_half_of_the_rows_is_noticed(tmp_path: Path) -> None:
-    trainer = runs.trainer(tmp_path, ONE_DRAW, train=Reversed())
-    assert all(rows_vary(*trainer.rows.data()) for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
 
 
 def prior_announced(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> re.Match[str] | None:
