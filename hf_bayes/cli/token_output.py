@@ -48,11 +48,16 @@ def show(records: Sequence[Mapping[str, Any]], output: OutputArguments) -> None:
 
 
 def table(record: Mapping[str, Any]) -> Table:
-    """Return a table with a row for each token, in nats, and the means over the tokens as its last row."""
-    shown = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
+    """Return a table with a row for each token, in nats, and a last row: the sum of log-probabilities, and the means.
+
+    The line below it has the log-probability of the whole text, which is not this sum (docs/uncertainty.md).
+    """
     means = record["uncertainty"]
+    whole = Text(f"log p(sequence) {means['sequence_logprob']:.3f}")
+    shown = Table(box=None, padding=(0, 2, 0, 0), show_footer=True, caption=whole, caption_justify="left")
     shown.add_column("token", footer=f"{len(record['tokens'])} tokens", overflow="fold")
-    shown.add_column("log-probability", footer=f"{means['sequence_logprob']:.3f}", justify="right", no_wrap=True)
+    tokenwise = f"{means['sequence_logprob_tokenwise']:.3f}"
+    shown.add_column("log-probability", footer=tokenwise, justify="right", no_wrap=True)
     for part in PARTS:
         shown.add_column(part, footer=f"{means[part]:.3f}", justify="right", no_wrap=True)
     for token in record["tokens"]:

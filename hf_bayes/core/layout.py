@@ -108,6 +108,11 @@ def select(model: nn.Module, subspace: str = "trainable") -> Layout:
         names.append(name)
         shapes.append(tuple(parameter.shape))
     if not names:
+        if subspace == "trainable" and hasattr(model, "get_base_model"):  # peft loads an adapter frozen
+            raise ValueError(
+                "subspace='trainable' selects 0 parameters to sample, because the adapter is frozen: load it with "
+                "PeftModel.from_pretrained(base, adapter, is_trainable=True)"
+            )
         raise ValueError(
             f"subspace={subspace!r} selects 0 parameters to sample. Unfreeze some, add a peft adapter, or choose "
             f"{_CHOICES}"

@@ -27,7 +27,7 @@ from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.loading.base_model import core_of, num_labels_of, refuse_foreign
 from hf_bayes.models.loading.posterior import loaded
 from hf_bayes.models.predictors import MemberLogLik, Predictor, Reader, Readings, num_averaged
-from hf_bayes.models.refusals import refuse_distilled, refuse_likelihood, refuse_theta
+from hf_bayes.models.refusals import refuse_distilled, refuse_likelihood, refuse_settings, refuse_theta
 from hf_bayes.models.restoration import Restoration
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import DISTILLED
@@ -91,8 +91,8 @@ class BayesianModel(HostMethods):
         revision: str | None = None, subfolder: str | None = None, token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None, force_download: bool = False, local_files_only: bool = False,
         dtype: torch.dtype | str | None = None, device_map: Any = None, trust_remote_code: bool = False,
-        base_model: str | os.PathLike[str] | PreTrainedModel | None = None, check_base: bool = True,
-        prediction: str | None = None, calibrated: bool = True, likelihood: LikelihoodConfig | None = None,
+        base_model: str | os.PathLike[str] | PreTrainedModel | None = None, prediction: str | None = None,
+        check_base: bool = True, calibrated: bool = True, likelihood: LikelihoodConfig | None = None, **unknown: Any,
     ) -> Self:  # fmt: skip
         """Load a saved posterior on its base model.
 
@@ -117,6 +117,7 @@ class BayesianModel(HostMethods):
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
+        refuse_settings(unknown, cls.auto_class)
         location = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
                     "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
         how: dict[str, Any] = {"members": members, "prediction": prediction, "base_model": base_model, "dtype": dtype,
@@ -160,8 +161,7 @@ class BayesianModel(HostMethods):
         """Switch to outputs that are linear in theta: f(x, mean) + J (theta - mean) with theta ~ N(mean, V).
 
         Args:
-            link: the link from Gaussian logits to probabilities, a name of ``gaussian_links.LINKS``. Regressions need
-                none. None switches back to members.
+            link: from Gaussian logits of classes to probabilities, of ``gaussian_links.LINKS``. None means members.
         Raises:
             ValueError: for an unknown link, for a posterior that is not Gaussian, and if the class of the task does not
                 support this. The model then predicts as before.

@@ -105,12 +105,11 @@ class InputCheck:
 
     def _longest_row(self, kept: Tensor, positions: Any) -> tuple[int, int]:
         """Return the number of positions that the longest row needs, and which row it is."""
-        lengths = kept.sum(1)
-        if isinstance(positions, Tensor):  # packed rows begin anew
-            lengths = positions.reshape(-1, positions.shape[-1]).amax(1) + 1
-        elif self.has_table and bool(kept[:, 0].all()):  # padding on the right has positions, too
-            lengths = torch.full_like(lengths, kept.shape[1])
+        packed = isinstance(positions, Tensor)  # packed rows begin anew
+        lengths = positions.reshape(-1, positions.shape[-1]).amax(1) + 1 if packed else kept.sum(1)
         length, row = lengths.max(0)
+        if not packed and self.has_table and bool(kept[:, 0].all()):  # padding on the right has positions, too
+            return kept.shape[1], int(row)
         return int(length), int(row)
 
     def _too_long(self, what: str, advice: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -55,6 +56,24 @@ def refuse_other_likelihood(likelihood: object, model: Any) -> None:
         raise ValueError(
             f"likelihood={likelihood!r:.100} is given with a BayesianModel, which has one of its own "
             f"({name_of(model.likelihood)}): leave it out here, and give it to attach(...)"
+        )
+
+
+def refuse_settings(names: Iterable[str], auto_class: Any) -> None:
+    """Raise a TypeError for keywords of ``from_pretrained`` that it does not take.
+
+    Args:
+        names: of the keywords.
+        auto_class: the auto class of transformers that loads the base model.
+    """
+    names = list(names)
+    if "torch_dtype" in names:
+        raise TypeError("from_pretrained has no argument torch_dtype: give dtype=, the newer name of transformers")
+    if names:
+        settings = ", ".join(f"{name}=..." for name in names)
+        raise TypeError(
+            f"from_pretrained has no argument {', '.join(names)}: check the spelling. A setting of the base model "
+            f"belongs to the base model: give base_model={auto_class.__name__}.from_pretrained(name, {settings})"
         )
 
 

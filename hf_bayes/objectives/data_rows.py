@@ -16,6 +16,9 @@ _OF_LABELS = (
 )
 """Collators that pad labels."""
 
+_LABELS = ("label", "labels", "label_ids")
+"""The names under which the collators of transformers read labels."""
+
 
 def require_dataset(dataset: Any, name: str, why: str = "N is needed to scale the likelihood") -> None:
     """Raise a ValueError for a value that holds no rows: a text, a number, splits by name, an empty list.
@@ -73,11 +76,26 @@ def _refuse_text(collate: Callable[..., Any], rows: Any, name: str, error: Excep
         collate([{column: value for column, value in row.items() if column not in columns} for row in rows])
     except Exception:
         return  # some collators skip text, and others read it
+    advice = [_encoding(rows[0], column) for column in columns if column in _LABELS]
+    if unused := [column for column in columns if column not in _LABELS]:
+        advice.append(
+            f"leave {', '.join(map(repr, unused))} out, by remove_columns({unused}) of the data set, or "
+            "remove_unused_columns=True in a trainer's arguments"
+        )
     raise ValueError(
         f"{name} has text in {', '.join(map(repr, columns))}, of which the data collator made no batch "
-        f"({error!s:.200}): leave it out, by remove_columns({columns}) of the data set, or remove_unused_columns=True "
-        "in a trainer's arguments"
+        f"({error!s:.200}): {'; '.join(advice)}"
     ) from error
+
+
+def _encoding(row: Mapping[str, Any], column: str) -> str:
+    """Return how to encode the names of classes in a column of labels."""
+    if not isinstance(row.get(column), str):
+        return f"encode the classes in {column!r} as integers"
+    return (
+        f'encode the classes in {column!r} as integers, by data.class_encode_column("{column}") of the data set before '
+        "it is split, so that all splits have the same numbers"
+    )
 
 
 def _refuse_unequal(rows: Any, name: str, error: Exception) -> None:
@@ -89,10 +107,21 @@ def _refuse_unequal(rows: Any, name: str, error: Exception) -> None:
         if len(shapes) > 1:
             raise ValueError(
                 f"{name} has rows of unequal length (shapes {list(shapes[0])} and {list(shapes[-1])} in {column!r}), "
-                f"of which the data collator made no batch ({error!s:.200}): give a collator that pads {column!r}, "
-                f"such as transformers.{_OF_LABELS if column == 'labels' else 'DataCollatorWithPadding(tokenizer)'}, "
-                "as collate= of a function or data_collator= of a trainer"
+                f"of which the data collator made no batch ({error!s:.200}): {_advice(rows[0], column, error)}"
             ) from error
+
+
+def _advice(row: Mapping[str, Any], column: str, error: Exception) -> str:
+    """Return what to do about a collator that did not pad a column."""
+    if "padding token" in str(error):  # the collator pads, and its tokenizer cannot
+        return "give the tokenizer a padding token, tokenizer.pad_token = tokenizer.eos_token"
+    collator = _OF_LABELS if column == "labels" else "DataCollatorWithPadding(tokenizer)"
+    if not any(name in row for name in _LABELS):
+        collator += " (DataCollatorForLanguageModeling(tokenizer, mlm=False) for a language model)"
+    return (
+        f"give a collator that pads {column!r}, such as transformers.{collator}, as collate= of a function or "
+        "data_collator= of a trainer"
+    )
 
 
 def _is_text(value: Any) -> bool:

@@ -114,10 +114,12 @@ def labels_of(batch: Any) -> Tensor:
         ValueError: if it has none.
     """
     if batch.get("labels") is None:
+        single = [name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim == 1]
         raise ValueError(
             f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them. For a language "
             "model give DataCollatorForLanguageModeling(tokenizer, mlm=False) as data_collator= (collate= outside a "
-            "trainer); otherwise add a column labels"
+            "trainer); otherwise add a column labels. If another column has the labels, give "
+            f'data.rename_column("{single[0] if single else "its name"}", "labels")'
         )
     labels: Tensor = batch["labels"]
     return labels

@@ -173,7 +173,10 @@ class Outcome:
         posterior, active = self.required(), required(active)
         host, mesh = active.host, active.setup.mesh
         if host.eval_dataset is not None and not posterior.config.metrics:
-            posterior = self.posterior = self._with_metrics(posterior, active)
+            try:
+                posterior = self.posterior = self._with_metrics(posterior, active)
+            except Exception as error:  # the draws are worth more than their figures
+                host.warn("the posterior is saved without its metrics, because its evaluation failed: %s", error)
         sidecars = sidecars_of(active.setup.model, host.tokenizer)
         if sidecars != posterior.sidecars:  # a new posterior checks and hashes all of its draws
             posterior = self.posterior = dataclasses.replace(posterior, sidecars=sidecars)
@@ -297,6 +300,11 @@ def _report_stop(active: ActiveRun) -> None:
             "training stopped at update %d of %d, after %d of %d draws of each chain",
             run.num_updates, problem.num_steps, run.num_sampled, len(problem.draw_steps),
         )  # fmt: skip
+        return
+    if active.method.requirements.ends_in_gaussian:
+        host.say(
+            "training stopped at update %d of %d, and the Gaussian is fitted there", run.num_updates, problem.num_steps
+        )
         return
     tell = host.warn if active.method.temperature > 0 else host.say
     tell(

@@ -104,7 +104,7 @@ class Categorical:
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
-        nll = F.cross_entropy(logits.flatten(0, 1), labels.reshape(-1), ignore_index=IGNORE, reduction="none")
+        nll = F.cross_entropy(logits.flatten(0, 1), labels.reshape(-1).long(), ignore_index=IGNORE, reduction="none")
         return -nll.view(labels.shape)
 
     def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class Categorical:
 
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
         score = -widened(logits).softmax(-1)
-        score[torch.arange(len(labels), device=labels.device), labels] += 1
+        score[torch.arange(len(labels), device=labels.device), labels.long()] += 1  # bool would be a mask
         return score
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:

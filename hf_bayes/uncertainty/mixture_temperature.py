@@ -71,7 +71,7 @@ def nll_at_temperatures(log_probs: Tensor, labels: Tensor) -> Tensor:
         log_probs: [n, C] the log of q.
         labels: [n] classes.
     """
-    chosen = log_probs.gather(-1, labels[:, None])[:, 0].double()
+    chosen = log_probs.gather(-1, labels[:, None].long())[:, 0].double()
     values = []
     for b in INVERSE_TEMPERATURES.tolist():
         scaled = log_probs * b

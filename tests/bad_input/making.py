@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch.utils.data import IterableDataset
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -92,6 +93,12 @@ def frozen_model() -> Any:
     model = tiny_llama()
     model.requires_grad_(False)
     return model
+
+
+def frozen_adapter() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        with_lora(tiny_llama()).save_pretrained(folder)
+        return PeftModel.from_pretrained(tiny_llama(), folder)
 
 
 def quantised_model() -> Any:

@@ -15,6 +15,7 @@ from tests.bad_input.making import (
     Refused,
     Stream,
     among_foreign_files,
+    frozen_adapter,
     frozen_model,
     in_a_file,
     labelled,
@@ -37,6 +38,12 @@ MODEL_AND_LABELS = [
         ("nowhere", "not found"),
     ),
     Refused("subspace", "all frozen", training(model=frozen_model), ("0 parameters to sample", "Unfreeze")),
+    Refused(
+        "subspace",
+        "a loaded adapter that is frozen",
+        training(model=frozen_adapter),
+        ("0 parameters to sample", "PeftModel.from_pretrained(base, adapter, is_trainable=True)"),
+    ),
     Refused(
         "subspace", "no such parameter", training(subspace="nowhere"), ("subspace='nowhere' selects 0 parameters",)
     ),

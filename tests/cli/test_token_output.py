@@ -19,11 +19,12 @@ RECORD: dict[str, Any] = {
 
 def test_a_table_has_a_row_for_each_token(capsys: pytest.CaptureFixture[str]) -> None:
     show([RECORD], OutputArguments())
-    header, first, second, last = (line.split() for line in capsys.readouterr().out.splitlines())
+    header, first, second, last, whole = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header == ["token", "log-probability", "total", "aleatoric", "epistemic"]
     assert first == ["[b]", "-1.500", "0.750", "0.500", "0.250"]
     assert second == ["U+001BU+000A", "-1.500", "0.750", "0.500", "0.250"]
-    assert last == ["2", "tokens", "-3.000", "0.750", "0.500", "0.250"]
+    assert last == ["2", "tokens", "-3.100", "0.750", "0.500", "0.250"]  # the sum, as a heat map has it
+    assert whole == ["log", "p(sequence)", "-3.000"]
 
 
 def test_json_has_a_line_for_each_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,20 @@ def numbered_rows(outputs: int, seed: int = 0) -> list[dict[str, Any]]:
     return [{**row, "label": value if outputs > 1 else value[0]} for row, value in zip(rows, values, strict=True)]
 
 
+def test_labels_of_two_classes_may_be_true_and_false() -> None:
+    labels = torch.tensor([True, False, True])
+    found: list[list[Tensor]] = []
+    with attach(tiny_bert(num_labels=2), subspace="last_layer", num_members=2) as bayesian:
+        for given in (labels, labels.long()):
+            inputs = {**batch(), "labels": given}
+            statistics, _ = bayesian.evaluate_batch(inputs)
+            loss = bayesian.log_lik(bayesian.theta, inputs, folded=False).loss
+            score = bayesian.likelihood.score(torch.arange(6.0).view(3, 2), given)
+            tempered, _ = bayesian.read_predictions(inputs, lambda at, y: {"nll": at.nll_at_temperatures(y)})
+            found.append([bayesian(**inputs).loss, loss, score, *tempered.values(), *statistics.values()])
+    assert all(torch.equal(of_bool, of_long) for of_bool, of_long in zip(*found, strict=True))
+
+
 # -- which class -----------------------------------------------------------------------------------------------------
 
 

@@ -91,6 +91,16 @@ def test_a_row_is_numbered_only_beside_others() -> None:
         model.check_inputs({"input_ids": IDS[:1] + 320}, where="the rows", first=7)
 
 
+def test_the_row_with_most_tokens_is_the_one_too_long() -> None:
+    ids = torch.full((3, CONTEXT + 2), 5)
+    mask = (torch.arange(CONTEXT + 2) < torch.tensor([[4], [5], [CONTEXT + 2]])).long()
+    with pytest.raises(ValueError, match=rf"^row 2 of the batch has {CONTEXT + 2} tokens"):
+        language_model()(ids, attention_mask=mask)
+    mask[2, CONTEXT:] = 0  # padding alone is past the table
+    with pytest.raises(ValueError, match=rf"^row 2 of the batch has {CONTEXT + 2} tokens"):
+        language_model()(ids, attention_mask=mask)
+
+
 def test_a_prompt_without_room_is_to_be_shortened() -> None:
     for times in (22, 30):  # 132 and 180 tokens
         with pytest.raises(ValueError, match=r"more than the model's context .*: shorten the prompt to leave room"):

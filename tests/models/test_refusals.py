@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_bayes.models.attaching import attach
+from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.refusals import compiling_blocks
 from tests.members.reference import core_of, relative_error
 from tests.members.subjects import labelled
@@ -75,3 +76,15 @@ def test_layers_compiled_one_by_one_change_nothing(name: str) -> None:
     # the operations are the same, but a compiler may order sums anew: rounding of float32 norms, see TOLERANCE
     for eager, compiled in zip(*found, strict=True):
         assert relative_error(compiled, eager) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "num_labels"])
+def test_a_setting_of_the_base_model_belongs_there(name: str) -> None:
+    words = rf"no argument {name}: .* give base_model=AutoModelForSequenceClassification.from_pretrained\(name, {name}="
+    with pytest.raises(TypeError, match=words):
+        BayesianModelForSequenceClassification.from_pretrained("anywhere", **{name: 2})
+
+
+def test_the_former_name_of_dtype_is_not_taken() -> None:
+    with pytest.raises(TypeError, match=r"no argument torch_dtype: give dtype="):
+        BayesianModelForSequenceClassification.from_pretrained("anywhere", torch_dtype=torch.bfloat16)

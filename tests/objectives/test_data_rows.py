@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, default_data_collator
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
 
 from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
 from tests.tiny_models import tiny_tokenizer
@@ -59,13 +64,38 @@ def test_rows_of_unequal_length_are_told_to_be_padded(of: Any) -> None:
 @pytest.mark.parametrize("text", ["words", ["two", "words"]], ids=["text", "words"])
 def test_text_that_no_collator_pads_is_named_first(text: Any) -> None:
     rows = [{"text": text, "input_ids": [3] * length, "labels": 0} for length in (8, 7)]
-    words = (
-        r"data has text in 'text', of which .*: leave it out, by remove_columns\(\['text'\]\) .*remove_unused_columns"
-    )
+    words = r"data has text in 'text', of which .*: leave 'text' out, by remove_columns\(\['text'\]\) .*remove_unused"
     with pytest.raises(ValueError, match=words):
         in_words(DataCollatorWithPadding(tiny_tokenizer()), "data")(rows)
     with pytest.raises(ValueError, match=r"unequal length .* in 'input_ids'"):  # a collator that skips text
         in_words(default_data_collator, "data")([{**row, "text": "words"} for row in rows])
+
+
+def test_classes_by_name_are_to_be_encoded() -> None:
+    rows = [{"text": "words", "label": name, "input_ids": [3] * length} for name, length in (("no", 8), ("yes", 7))]
+    words = (
+        r"text in 'text', 'label', .*: encode the classes in 'label' as integers, by "
+        r"data.class_encode_column\(\"label\"\) .*; leave 'text' out, by remove_columns\(\['text'\]\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        in_words(DataCollatorWithPadding(tiny_tokenizer()), "data")(rows)
+
+
+def test_a_tokenizer_without_a_pad_token_is_to_get_one() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    rows = [{"input_ids": [3] * length} for length in (8, 7)]
+    with pytest.raises(ValueError, match=r"tokenizer.pad_token = tokenizer.eos_token$") as caught:
+        in_words(DataCollatorForLanguageModeling(tokenizer, mlm=False), "data")(rows)
+    assert "collator that pads" not in str(caught.value)
+
+
+def test_rows_without_labels_name_the_collator_of_texts() -> None:
+    rows = [{"input_ids": [3] * length} for length in (8, 7)]
+    with pytest.raises(ValueError, match=r"LanguageModeling\(tokenizer, mlm=False\) for a language model"):
+        in_words(default_data_collator, "data")(rows)
+    with pytest.raises(ValueError, match=r"such as transformers.DataCollatorWithPadding\(tokenizer\), as collate="):
+        in_words(default_data_collator, "data")([{**row, "label": 0} for row in rows])
 
 
 def test_labels_of_unequal_length_need_a_collator_of_labels() -> None:

@@ -64,3 +64,10 @@ def test_rows_without_labels_are_refused_with_what_to_give():
     advice = r"DataCollatorForLanguageModeling\(tokenizer, mlm=False\) as data_collator= .* add a column labels"
     with pytest.raises(ValueError, match=rf"no labels \(keys \['input_ids'\]\).*{advice}"):
         count_terms([{"input_ids": [1, 2]}], default_data_collator, Categorical(), shift=True)
+
+
+@pytest.mark.parametrize(("column", "named"), [({"intent": 1}, "intent"), ({}, "its name")], ids=["known", "unknown"])
+def test_labels_under_another_name_are_to_be_renamed(column: dict[str, int], named: str) -> None:
+    rows = [{"input_ids": [5, 6], **column}] * 4
+    with pytest.raises(ValueError, match=rf"gives no labels .*data.rename_column\(\"{named}\", \"labels\"\)$"):
+        count_terms(rows, default_data_collator, Categorical(), shift=False, progress=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_bayes import BayesianModelForCausalLM, EnsembleConfig, MeanFieldConfig, Posterior
+from hf_bayes import BayesianModelForCausalLM, EnsembleConfig, IVONConfig, LaplaceConfig, MeanFieldConfig, Posterior
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
@@ -84,6 +84,15 @@ def test_a_stopped_run_records_how_far_it_came(tmp_path, caplog, method, updates
         Posterior.from_pretrained(tmp_path)
     words = "did not converge: stopped at update 2 of 6, before sampling: these are no draws of the posterior"
     assert any(words in str(warning.message) for warning in given) is burned
+
+
+@pytest.mark.parametrize("method", [LaplaceConfig(), MeanFieldConfig(), IVONConfig()], ids=lambda method: method.name)
+def test_a_gaussian_of_a_stopped_run_is_no_state_of_a_chain(tmp_path, caplog, method):
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    runs.trainer(tmp_path, method, callbacks=[StopAfter(2)]).train()
+    (record,) = [record for record in caplog.records if "training stopped at update 2 of 6" in record.getMessage()]
+    assert record.levelno == logging.INFO
+    assert record.getMessage().endswith("and the Gaussian is fitted there")
 
 
 def test_a_whole_run_records_no_stop(tmp_path):

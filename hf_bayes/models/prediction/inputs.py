@@ -53,6 +53,7 @@ class MemberPredictor:
         """Return the outputs of the members."""
         return member_outputs(model, inputs)
 
+    @torch.no_grad()
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the mixture of the members."""
         logits = member_outputs(model, inputs)

@@ -200,7 +200,7 @@ class MemberClasses(ClassPredictive):
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return scores of the mixture, uncertainties, and the NLL of the members."""
         terms = labels != IGNORE
-        members, chosen_labels = widened(self.member_logits[:, terms]), labels[terms]
+        members, chosen_labels = widened(self.member_logits[:, terms]), labels[terms].long()
         chosen = members.gather(-1, chosen_labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
         return {**super().statistics(labels), **_member_scores(chosen[..., None], self.group)}
 

@@ -109,3 +109,12 @@ def test_a_tagger_predicts_linearised_token_by_token(link: str) -> None:
     nll = -output.logits[counted].gather(1, labels[counted][:, None])[:, 0]
     assert torch.isclose(output.loss, nll.mean())
     assert torch.allclose(statistics["nll"], nll)
+
+
+@pytest.mark.parametrize("outputs", [1, 3], ids=["numbers", "classes"])
+def test_a_prediction_of_members_keeps_no_graph(outputs: int) -> None:
+    noise = {"noise_std": NOISE} if outputs == 1 else {}
+    with attach(tiny_bert(num_labels=outputs), subspace="last_layer", num_members=2, **noise) as bayesian:
+        output = bayesian(**models.batch())
+        assert [name for name, value in output.items() if value.requires_grad] == []
+        assert bayesian.member_logits(models.batch()).requires_grad  # the members' own outputs keep theirs
