@@ -122,6 +122,13 @@ def running_statistics(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint holds, by their names, without those of layers of batch normalisation."""
+    stored, layers = model.state_dict().keys(), {path for path, _ in _layers(model)}
+    named = ((name, buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[0] not in layers)
+    return {name: buffer for name, buffer in named if name in stored}
+
+
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the path and the module of each layer of batch normalisation."""
     return ((path, module) for path, module in model.named_modules() if isinstance(module, _FREEZABLE))

@@ -90,14 +90,15 @@ class StackedLora(Stacked):
             )
         base = layer.base_layer(source, *args, **kwargs)
         if layer.disable_adapters:
-            return base if single is None else context.repeat(base)
+            return base if len(base) != len(source) or single is None else context.repeat(base)
         low = cast(dropout(source) if dropout.training else source, a.dtype)
         if single is None:
             low, y = torch.bmm(fold(low, members), a.mT), fold(base, members)
         else:
             low = F.linear(low.reshape(-1, low.shape[-1]), a.reshape(-1, a.shape[-1]))  # [R, M * r]
             low = torch.unflatten(low, -1, (members, -1)).transpose(0, 1)
-            y = base.reshape(1, -1, base.shape[-1])
+            is_stacked = len(base) != len(source)  # the base layer has random parameters, too, such as its bias
+            y = fold(base, members) if is_stacked else base.reshape(1, -1, base.shape[-1])
         if y.dtype != low.dtype or low.dtype != b.dtype:
             return unfold(y + (torch.bmm(low, b.mT.to(low.dtype)) * scaling).to(y.dtype), base, members)
         if single is None and not torch.is_grad_enabled():

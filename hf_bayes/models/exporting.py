@@ -117,10 +117,24 @@ def merged(posterior: Posterior, network: Tensor, *, base_model: Any = None) -> 
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         for name, value in layout.unflatten(network).items():
             tensors[name].copy_(value)
+        if isinstance(model, PeftModel):
+            _give_head_its_weight(model)
         whole = model.merge_and_unload(safe_merge=True) if isinstance(model, PeftModel) else model
         found = cast(PreTrainedModel, whole)
         _untie(found)
     return found
+
+
+def _give_head_its_weight(model: PeftModel) -> None:
+    """Give the head a weight of its own, if it is the embedding's and one of both has an adapter.
+
+    The merge adds the adapter to the weight, so it would change the other one, too.
+    """
+    core: Any = model.get_base_model()
+    found = [core.get_output_embeddings(), core.get_input_embeddings()]
+    head, embedding = layers = [part.base_layer if hasattr(part, "base_layer") else part for part in found]
+    if head is not None and layers != found and head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
 def _untie(model: PreTrainedModel) -> None:

@@ -21,7 +21,8 @@ from hf_bayes.posteriors.file_formats import MODEL_PREFIX
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.model_card import CUSTOM_GENERATE, write_card
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.posteriors.prediction_fits import without_fits
+from hf_bayes.posteriors.prediction_fits import with_approximation, without_fits
+from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 
 _TEMPLATE = Path(__file__).parent / "templates" / "generate.py.jinja"
@@ -80,12 +81,16 @@ def as_draws(posterior: Posterior, members: int | None = None) -> Posterior:
     chain = torch.zeros(len(theta), dtype=torch.int64)
     if stored := posterior.approximation.chains:
         chain = torch.tensor(stored)[torch.arange(len(theta)) * len(stored) // len(theta)]
-    plain = without_fits(posterior, [name for name in PREDICTIONS if name != "members"])
+    draws = Draws(theta, chain)
+    fits = members is None or config.calibration.get("num_members") == len(theta)
+    if config.approximation == "draws" or not fits:  # figures, temperature and threshold are those of other members
+        return with_approximation(posterior, draws, prediction="members")
+    plain = without_fits(posterior, [name for name in (*PREDICTIONS, DISTILLED) if name != "members"])
     changed = dataclasses.replace(
         plain.config, approximation="draws", num_members=len(theta), member_chains=chain.tolist(), prediction="members",
         student={},
     )  # fmt: skip
-    return dataclasses.replace(plain, approximation=Draws(theta, chain), config=changed, student=None)
+    return dataclasses.replace(plain, approximation=draws, config=changed, student=None)
 
 
 def check_exportable(posterior: Posterior) -> None:

@@ -15,7 +15,8 @@ from hf_bayes.members.context import Context
 from hf_bayes.members.stacked import cast, fold, unfold
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.attaching import attach
-from tests.members.reference import core_of, relative_error, scattered
+from hf_bayes.models.prediction.inputs import member_outputs
+from tests.members.reference import core_of, relative_error, scattered, separate_logits
 from tests.tiny_models import batch, tiny_gpt2, tiny_llama, with_lora
 
 
@@ -123,6 +124,19 @@ def test_a_disabled_adapter_leaves_the_base_model() -> None:
         assert relative_error(found.logits, base.log_softmax(-1)) < 1e-5
         assert found.epistemic.max() < 1e-6
         assert torch.equal(bayesian(**batch()).logits, adapted)
+
+
+@pytest.mark.parametrize("layers", [[1], None])
+def test_a_base_layer_with_a_random_bias_is_stacked_too(layers: list[int] | None) -> None:
+    config = LoraConfig(target_modules=["c_attn"], bias="lora_only", layers_to_transform=layers, fan_in_fan_out=True)
+    model = get_peft_model(tiny_gpt2(), config)
+    layout = select(model)
+    assert any(name.endswith("base_layer.bias") for name in layout.names)
+    theta = scattered(model, layout)
+    expected = separate_logits(model, layout, theta, batch())
+    with torch.no_grad(), attach(model, theta) as bayesian:
+        found = member_outputs(bayesian, batch())
+    assert relative_error(found, expected) < 1e-5
 
 
 def test_an_adapter_that_is_merged_later_is_refused() -> None:

@@ -28,7 +28,9 @@ def log_probs_of(posterior: Posterior, network: torch.Tensor, base: Path) -> tor
         return model(**batch()).logits
 
 
-@pytest.mark.parametrize("kind", ["lora-of-several-ranks", "lora-and-whole-modules", "tied-last-layer", "all-weights"])
+@pytest.mark.parametrize(
+    "kind", ["lora-of-several-ranks", "lora-and-whole-modules", "lora-of-a-tied-head", "tied-last-layer", "all-weights"]
+)
 def test_a_merged_member_is_that_member(kind: str, tmp_path: Path) -> None:
     posterior = posterior_of(kind, tmp_path / "base")
     network = network_of_draw(posterior, 1)

@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[str, Make, str]] = {
     ),
     "lora-of-gpt2": ("gpt2", with_lora, "trainable"),
     "lora-and-whole-head-of-gpt2": ("gpt2", lambda model: with_lora(model, modules_to_save=["lm_head"]), "trainable"),
+    "lora-of-the-head": ("llama", lambda model: with_lora(model, target_modules=["lm_head"]), "trainable"),
+    "lora-of-a-tied-head": ("gpt2", lambda model: with_lora(model, target_modules=["lm_head"]), "trainable"),
     "last-layer": ("llama", lambda model: model, "last_layer"),
     "last-block-of-gpt2": ("gpt2", lambda model: model, "last_block"),
     "tied-last-layer": ("gpt2", lambda model: model, "last_layer"),

@@ -99,6 +99,14 @@ def test_fewer_draws_are_evenly_spaced_over_the_chains(tmp_path: Path) -> None:
     assert found.config.member_chains == [0, 2]
 
 
+@pytest.mark.parametrize(("gaussian", "members", "kept"), [(False, 2, False), (True, 2, False), (True, 3, True)])
+def test_figures_of_other_members_are_left_out(gaussian: bool, members: int, kept: bool, tmp_path: Path) -> None:
+    posterior = posterior_of("lora", tmp_path / "base", members=4, gaussian=gaussian)
+    config = dataclasses.replace(posterior.config, calibration=CALIBRATION, metrics={"nll": 2.0})
+    found = as_draws(dataclasses.replace(posterior, config=config), members).config
+    assert (found.calibration, found.metrics) == ((CALIBRATION, {"nll": 2.0}) if kept else ({}, {}))
+
+
 def test_the_base_model_is_left_unchanged(tmp_path: Path) -> None:
     export_custom_generate(posterior_of("lora-and-whole-modules", tmp_path / "base"), tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
 from hf_bayes.core.layout import Layout
-from hf_bayes.members.batch_norm import running_statistics
+from hf_bayes.members.batch_norm import running_statistics, stored_buffers
 from hf_bayes.members.compat import transformers as compat
 from hf_bayes.models.loading import lora_layers
 from hf_bayes.models.loading.base_location import cached_commit, revision_of
@@ -280,10 +280,11 @@ def _name(model: nn.Module, core: PreTrainedModel) -> str:
 def _base_parameters(model: nn.Module, layout: Layout) -> list[tuple[str, Any]]:
     """Return the frozen parameters under their names in the base model without its adapter.
 
-    Statistics of batch normalisation belong to them, unless the members have statistics of their own.
+    Buffers that a checkpoint holds belong to them, such as the bias of a router. Statistics of batch normalisation
+    do, too, unless the members have statistics of their own.
     """
     random = set(layout.names)
-    values = dict(model.named_parameters(remove_duplicate=False)) | running_statistics(model)
+    values = dict(model.named_parameters(remove_duplicate=False)) | running_statistics(model) | stored_buffers(model)
     random_ids = {id(values[name]) for name in layout.names}
     found = []
     for name, value in values.items():

@@ -64,6 +64,17 @@ def test_adapters_leave_the_fingerprint_of_their_base(make: Callable[..., PreTra
     assert [described(with_lora(make(), seed=seed))["fingerprint"] for seed in (0, 1)] == [plain, plain]
 
 
+def test_the_fingerprint_covers_buffers_that_are_saved() -> None:
+    found = []
+    for value in (0.0, 1.0):
+        for stored in (True, False):
+            model = tiny_llama()
+            model.model.norm.register_buffer("shift", torch.full((2,), value), persistent=stored)
+            found.append(described(model, "last_layer")["fingerprint"]["weights"])
+    assert found[0] != found[2]  # as the bias of a router
+    assert found[1] == found[3] == described(tiny_llama(), "last_layer")["fingerprint"]["weights"]
+
+
 def test_the_fingerprint_covers_frozen_values_only() -> None:
     model = tiny_llama()
     before = described(model, "last_layer")
