@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.layout import Layout
 from hf_bayes.core.types import Approximation
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.priors import prior_stds
@@ -59,6 +60,7 @@ def to_posterior(
             num_members=approximation.num_stored,
             subspace=subspace,
             prior=prior
+            or _fitted_prior(method, layout, diagnostics)
             or {
                 "name": method.prior,
                 "std": prior_stds(method, model.layout, model.model),
@@ -73,6 +75,35 @@ def to_posterior(
             diagnostics=diagnostics,
         ),
     )
+
+
+def _fitted_prior(method: MethodConfig, layout: Layout, diagnostics: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the prior that ``fit_prior`` found, or None without one.
+
+    The std is one number, or {name: std}. A std for each element is recorded as its smallest, median and largest value.
+    Several chains have a list of these.
+    """
+    found = [note["prior_precision"] for note in diagnostics.get("laplace") or () if "prior_precision" in note]
+    if not found:
+        return None
+    scope = method.to_dict().get("prior_scope")
+    names = ("largest", "median", "smallest") if scope == "element" else layout.names  # of precisions, which ascend
+    stds = [
+        dict(zip(names, map(_std, given), strict=True)) if isinstance(given, list) else _std(given) for given in found
+    ]
+    # the fitted std is the std itself, so a prior "he" has no further factor
+    return {
+        "name": "gaussian" if method.prior == "he" else method.prior,
+        "std": stds[0] if len(stds) == 1 else stds,
+        "mean": method.prior_mean,
+        "fitted_by": method.to_dict().get("fit_prior"),
+        "scope": scope,
+    }
+
+
+def _std(precision: float) -> float | None:
+    """Return the standard deviation, or None for a flat prior."""
+    return precision**-0.5 if precision > 0 else None
 
 
 def sidecars_of(model: BayesianModel, tokenizer: Any, known: Sidecars | None = None) -> Sidecars:

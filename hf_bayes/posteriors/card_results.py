@@ -148,7 +148,7 @@ def _split(key: str) -> tuple[str, str | None]:
     if key in NAMES:
         return "", key
     prefix, _, metric = key.rpartition("_")
-    fits = metric in NAMES and prefix not in ("map", "member", "limit", "calibrated")
+    fits = metric in NAMES and prefix.rpartition("_")[2] not in ("map", "member", "limit", "calibrated")
     return one_line(prefix), metric if fits else None
 
 

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from statistics import mode
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
 from hf_bayes.posteriors.storage import Content
 from hf_bayes.posteriors.storage.formats import bytes_in
 from hf_bayes.posteriors.storage.listing import shown
+from hf_bayes.posteriors.storage.read import Shapes
 from hf_bayes.posteriors.student import STUDENT, student_shapes
 
 TENSORS = "model.safetensors"
@@ -67,8 +69,8 @@ def member_folder(index: int) -> str:
     return f"members/member_{index:03d}"
 
 
-def expected_shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the tensors that each safetensors file must hold, by the JSON files. A covariance is checked later.
+def expected_shapes(contents: Mapping[str, Any], names: list[str]) -> Shapes:
+    """Return the tensors that each safetensors file must hold, by the JSON files. A covariance has a check instead.
 
     Args:
         contents: name -> content of the JSON files.
@@ -100,7 +102,9 @@ def expected_shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, 
             if contents[name] != adapter_config:
                 raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
         found = {key: found[name] for name, key in adapter_keys(found).items()}
-    shapes = {name: found for name in names if name.endswith((ADAPTER, TENSORS))}
+    shapes: dict[str, Any] = {name: found for name in names if name.endswith((ADAPTER, TENSORS))}
+    if config.approximation in GAUSSIANS:
+        shapes[GAUSSIAN] = functools.partial(_check_header, config=config)
     return shapes | ({STUDENT: student_shapes(config.student)} if config.student else {})
 
 
@@ -164,12 +168,9 @@ def _reader(files: Mapping[str, dict[str, Any]], config: PosteriorConfig, *, ada
 def _gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> Gaussian:
     layout = config.layout
     structure = COVARIANCES[GAUSSIANS[config.approximation]]
-    means = {f"means.{name}": shape for name, shape in layout.named_shapes.items()}
     _check_dtypes(GAUSSIAN, tensors)
     try:
-        rest = {name: value for name, value in tensors.items() if name not in means}
-        num_components = mode(value.shape[:1] for value in tensors.values())  # a different one is wrong
-        check_shapes(tensors, means | structure.shapes(rest, layout), num_components)
+        rest = _check_gaussian(tensors, config)
         rows = layout.flatten({name: tensors[f"means.{name}"] for name in layout.names})
         covariances = [
             structure.from_tensors({name: value[index] for name, value in rest.items()}, layout)
@@ -178,6 +179,34 @@ def _gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> Gaussia
         return Gaussian(rows, tuple(covariances))
     except ValueError as error:
         raise ValueError(f"{GAUSSIAN}: {error}") from error
+
+
+def _check_gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> dict[str, Tensor]:
+    """Check names and shapes of the tensors of Gaussians, and return those of the covariances. No values are read."""
+    layout = config.layout
+    means = {f"means.{name}": shape for name, shape in layout.named_shapes.items()}
+    rest = {name: value for name, value in tensors.items() if name not in means}
+    num_components = mode(value.shape[:1] for value in tensors.values())  # a different one is wrong
+    structure = COVARIANCES[GAUSSIANS[config.approximation]]
+    check_shapes(tensors, means | structure.shapes(rest, layout), num_components)
+    return rest
+
+
+def _check_header(header: Mapping[str, Any], *, config: PosteriorConfig) -> None:
+    """Check the header of the file of a Gaussian.
+
+    Raises:
+        ValueError: for other tensors than the structure has, or more numbers than a covariance can have.
+    """
+    try:
+        tensors = {name: torch.empty(entry["shape"], device="meta") for name, entry in header.items()}
+        _check_gaussian(tensors, config)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{GAUSSIAN}: {error}") from error
+    dim, found = config.layout.dim, sum(tensor.numel() for tensor in tensors.values())
+    most = config.num_members * (2 * dim**2 + 3 * dim)  # two bases of dim columns at most, mean, stds and scales
+    if found > most:
+        raise ValueError(f"{GAUSSIAN} holds {found:,} numbers, expected at most {most:,} for {dim:,} parameters")
 
 
 def _check_dtypes(file: str, tensors: Mapping[str, Tensor]) -> None:

@@ -28,6 +28,8 @@ CODE_REFERENCES = "auto_map"
 """The key of a config whose values name code to import, as "repository--module.Class"."""
 FURTHER_FILES = ("fast_tokenizer_files",)
 """Keys of a tokenizer's config that name further files to read."""
+VOCABULARY_FILES = ("vocab", "merges", "gguf_file")
+"""Keys of a tokenizer's config whose value is the path of a file to read, if it is a text."""
 CHECKPOINT_FOLDERS = "checkpoint-*"
 """The folders of the Trainer's checkpoints."""
 SAFETENSORS_METADATA = {"format": "pt"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import os
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,15 +27,14 @@ from hf_bayes.posteriors.student import STUDENT
 CARD = "README.md"
 DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
 """The options of a download. They hold for a posterior and for its base model."""
-_TOKEN = re.compile(rb"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
 FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
 """Patterns of the files of a posterior."""
 _BESIDE = (PICTURE, EVALUATION, f"{BENCHMARKS}/*.yaml")
 """Patterns of the files that an upload takes from beside the model card."""
-_REPLACED = ["members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, STUDENT, *_BESIDE, *sidecars.NAMES]
-"""An upload deletes the files of an earlier push that match these and are not uploaded again. A member left there would
-make the posterior unreadable. A chat template left there would be used with the new posterior, and figures left there
-would be shown beside it."""
+_REPLACED = ("members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, STUDENT, *_BESIDE)
+"""An upload deletes the files of an earlier push that match these, or are sidecars, and are not uploaded again. A
+member left there would make the posterior unreadable. A chat template left there would be used with the new
+posterior, and figures left there would be shown beside it."""
 
 
 def fetch(
@@ -102,7 +102,7 @@ def push_directory(
     _check_beside(root, beside, contents)
     names = [*contents, storage.MANIFEST, *beside]
     for name in names:
-        if not name.endswith(".safetensors") and _TOKEN.search((root / name).read_bytes()):
+        if not name.endswith(".safetensors") and sidecars.ACCESS_TOKEN.search((root / name).read_bytes()):
             raise ValueError(
                 f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
             )
@@ -115,10 +115,22 @@ def push_directory(
         repo_id=repository,
         folder_path=str(root),
         allow_patterns=names,
-        delete_patterns=_REPLACED,
+        delete_patterns=_replaced(api.list_repo_files(repository, revision=revision)),
         revision=revision,
         commit_message=commit_message or "Upload posterior",
     )
+
+
+def _replaced(earlier: Sequence[str]) -> list[str]:
+    """Return patterns that match exactly the files of an earlier push that an upload replaces.
+
+    ``*`` of a pattern also matches "/", so a pattern of sidecars would match files of other folders.
+    """
+    return [
+        glob.escape(name)
+        for name in earlier
+        if sidecars.is_sidecar(name) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _REPLACED)
+    ]
 
 
 def _check_beside(root: Path, names: Sequence[str], contents: Mapping[str, Any]) -> None:

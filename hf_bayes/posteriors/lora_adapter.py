@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_bayes.posteriors import hub, lora_config, storage
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.file_formats import ADAPTER, ADAPTER_CONFIG
-from hf_bayes.posteriors.lora_keys import parameter_name
+from hf_bayes.posteriors.lora_keys import copied_key, parameter_name
 from hf_bayes.posteriors.sidecars import NAMES, Sidecars, sidecars_in
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.tasks import PEFT_TASK_TYPES
@@ -56,6 +56,7 @@ class Adapter:
                 )
         config = _supported(storage.read_file(directory, ADAPTER_CONFIG), source)
         stored = storage.read_file(directory, ADAPTER)
+        stored = {key: tensor for key, tensor in stored.items() if copied_key(key) not in stored}
         _check_tensors(stored, source)
         modules = config.get("modules_to_save") or []
         tensors = {

@@ -20,7 +20,11 @@ from hf_bayes.posteriors.storage.listing import shown
 
 # Fields of adapter_config.json in which the adapters of one ensemble may differ: the forward pass of a loaded adapter
 # does not depend on them.
-_INDIFFERENT = {"inference_mode", "lora_dropout", "init_lora_weights", "peft_version"}
+_INDIFFERENT = {"inference_mode", "lora_dropout", "peft_version"}
+_ADVICE = (
+    ". Such a start can change the weights of the base model, so one value is expected in all adapters: convert with "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...) of peft, or leave one out"
+)
 _BASE = ("base_model_name_or_path", "revision")
 
 
@@ -45,11 +49,15 @@ def ensemble_of(
         raise ValueError("from_adapters got 0 directories: give at least one adapter")
     adapters = [Adapter.read(directory) for directory in directories]
     first = adapters[0]
+    known = first
     for other in adapters[1:]:
         check_same_kind(first, other)
+        _check_same_fingerprint(known, other)
+        known = known if known.fingerprint else other
     layout = Layout(tuple(first.tensors), tuple(tuple(tensor.shape) for tensor in first.tensors.values()))
     theta = torch.stack([layout.flatten(adapter.tensors) for adapter in adapters])
-    config = _config(first, layout, len(adapters), base_fingerprint=base_fingerprint, task=task or first.task())
+    fingerprint = base_fingerprint or known.fingerprint
+    config = _config(first, layout, len(adapters), fingerprint=fingerprint, task=task or first.task())
     adapter_config = lora_config.from_tensors(first.config, layout.named_shapes, where=first.source)
     # tokenizers that differ: which one a prediction should use is not known, the base model has one
     sidecars = first.sidecars if all(other.sidecars == first.sidecars for other in adapters) else Sidecars()
@@ -57,9 +65,9 @@ def ensemble_of(
 
 
 def _config(
-    first: Adapter, layout: Layout, num_members: int, *, base_fingerprint: Mapping[str, str | None] | None, task: str
+    first: Adapter, layout: Layout, num_members: int, *, fingerprint: Mapping[str, str | None] | None, task: str
 ) -> PosteriorConfig:
-    fingerprint = base_fingerprint or first.fingerprint or {"weights": None, "config": None, "tokenizer": None}
+    fingerprint = fingerprint or {"weights": None, "config": None, "tokenizer": None}
     return PosteriorConfig(
         task=task,
         method={"name": "ensemble", "num_chains": num_members, "draws_per_chain": 1},
@@ -87,11 +95,7 @@ def check_same_kind(first: Adapter, other: Adapter) -> None:
     Raises:
         ValueError: naming the first difference, and both values.
     """
-    if first.fingerprint and other.fingerprint and first.fingerprint != other.fingerprint:
-        raise ValueError(
-            f"adapters of different base models: {first.source} has fingerprint {first.fingerprint}, {other.source} "
-            f"has {other.fingerprint}. An ensemble shares one base"
-        )
+    _check_same_fingerprint(first, other)
     missing, added = sorted(set(first.stored) - set(other.stored)), sorted(set(other.stored) - set(first.stored))
     if missing or added:
         raise ValueError(f"{other.source} lacks the tensors {shown(missing)} of {first.source} and adds {shown(added)}")
@@ -107,13 +111,22 @@ def check_same_kind(first: Adapter, other: Adapter) -> None:
             raise ValueError(f"{key}: dtype {dtype} in {first.source}, {other.stored[key]} in {other.source}")
 
 
+def _check_same_fingerprint(first: Adapter, other: Adapter) -> None:
+    if first.fingerprint and other.fingerprint and first.fingerprint != other.fingerprint:
+        raise ValueError(
+            f"adapters of different base models: {first.source} has fingerprint {first.fingerprint}, {other.source} "
+            f"has {other.fingerprint}. An ensemble shares one base"
+        )
+
+
 def _check_same_config(first: Adapter, other: Adapter) -> None:
     configs = [_resolved(adapter) for adapter in (first, other)]
     for key in (*_BASE, *sorted(set().union(*configs))):
         one, two = (_comparable(config.get(key)) for config in configs)
         if key not in _INDIFFERENT and one != two:
             what = "different base models" if key in _BASE else "different adapters"
-            raise ValueError(f"{what}: {key} is {one!r} in {first.source}, {two!r} in {other.source}")
+            advice = _ADVICE if key == "init_lora_weights" else ""
+            raise ValueError(f"{what}: {key} is {one!r} in {first.source}, {two!r} in {other.source}{advice}")
 
 
 def _resolved(adapter: Adapter) -> dict[str, Any]:

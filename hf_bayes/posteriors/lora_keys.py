@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from hf_bayes.posteriors.file_formats import ADAPTER_NAME, LORA_FACTORS, MODEL_PREFIX, SAVED_MODULES
 
 _FACTOR = re.compile(rf"\.({'|'.join(LORA_FACTORS)})(?=\.|$)")
+_COPY = re.compile(rf"\.(?:{SAVED_MODULES}|original_module)\.")
 
 
 def adapter_key(name: str) -> str:
@@ -35,6 +36,16 @@ def parameter_name(key: str, modules_to_save: Sequence[str]) -> str:
             rest = ".".join(parts[length:])
             return f"{key[: len(key) - len(rest) - 1]}.{SAVED_MODULES}.{ADAPTER_NAME}.{rest}"
     return key
+
+
+def copied_key(key: str) -> str | None:
+    """Return the key of the tensor that a further bias repeats, or None.
+
+    With ``bias="all"`` peft also stores the biases of both copies in the wrapper of a saved module:
+    ``x.modules_to_save.bias`` equals ``x.bias``, and ``x.original_module.bias`` is not used.
+    """
+    found = _COPY.sub(".", key, count=1)
+    return None if found == key else found
 
 
 def partner_key(key: str) -> str | None:

@@ -19,7 +19,13 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_bayes.posteriors.chat_templates import check_chat_template
-from hf_bayes.posteriors.file_formats import CHAT_TEMPLATES, CODE_REFERENCES, FURTHER_FILES, GENERATION_CONFIG
+from hf_bayes.posteriors.file_formats import (
+    CHAT_TEMPLATES,
+    CODE_REFERENCES,
+    FURTHER_FILES,
+    GENERATION_CONFIG,
+    VOCABULARY_FILES,
+)
 from hf_bayes.posteriors.storage import disk
 from hf_bayes.posteriors.storage.json_types import require_object
 
@@ -53,6 +59,8 @@ NAMES = (
     GENERATION_CONFIG,
 )
 """Patterns of the names of sidecars. Other files of a directory are never read as sidecars."""
+ACCESS_TOKEN = re.compile(rb"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
+_AUTH_TOKEN = re.compile(rb'"use_auth_token"\s*:\s*"')  # a token of another server can have any form
 MAX_FILES = 64
 MAX_BYTES = 64 * 2**20
 """The largest size of a sidecar in bytes. The largest tokenizers in use take about 35 MB."""
@@ -196,10 +204,25 @@ def _saved_by(processor: Any) -> dict[str, bytes]:
             "processors as JSON, text and sentencepiece models. Leave processing_class= out and give the tokenizer "
             "when the posterior is loaded"
         )
+    for name, data in files.items():
+        _check_no_secret(data, name, kind)
     for name in files:  # a full disk may cut a file without an error
         if name.endswith(".json"):
             _object(files[name], f"{name} of the {kind}, written to {folder},")
     return files
+
+
+def _check_no_secret(data: bytes, name: str, kind: str) -> None:
+    """Check that a file holds no access token.
+
+    Raises:
+        ValueError: naming the file, without the token.
+    """
+    if ACCESS_TOKEN.search(data) or _AUTH_TOKEN.search(data):
+        raise ValueError(
+            f"the {kind} would write an access token into {name} of the posterior, expected none: load it again with "
+            "token= in place of use_auth_token="
+        )
 
 
 def _is_ignored(name: str) -> bool:
@@ -211,10 +234,14 @@ def _bound(name: str, data: bytes, code_from: str | None) -> bytes:
     if not name.endswith("_config.json"):
         return data
     before = _object(data, name)
-    values = {key: value for key, value in before.items() if key not in FURTHER_FILES}
+    values = {key: value for key, value in before.items() if not _names_a_file(key, value)}
     if code_from is not None:
         values = _with_code_from(values, code_from, name)
     return data if values == before else json.dumps(values, ensure_ascii=False).encode()
+
+
+def _names_a_file(key: str, value: Any) -> bool:
+    return key in FURTHER_FILES or (key in VOCABULARY_FILES and isinstance(value, str))
 
 
 def _with_code_from(values: Any, repository: str, where: str, *, refers: bool = False) -> Any:

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from hf_bayes import LaplaceConfig, MeanFieldConfig, SWAGConfig, attach
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.fit.laplace import fit_laplace
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.to_posterior import to_posterior
+from hf_bayes.models.to_posterior import _fitted_prior, to_posterior
 from tests import tiny_models as models
 from tests.models.linear_cases import lora_bert, tagger
-from tests.tiny_models import with_lora
+from tests.runs import token_rows
+from tests.tiny_models import tiny_llama, with_lora
 
 
 def test_only_laplace_with_few_outputs_predicts_linearised() -> None:
@@ -25,3 +29,24 @@ def test_only_laplace_with_few_outputs_predicts_linearised() -> None:
     assert found == {"laplace": "linearised", "mean_field": "members", "swag": "members"}
     with attach(with_lora(models.tiny_llama())) as words, attach(tagger(), subspace="all") as tags:
         assert [stored(words, LaplaceConfig()), stored(tags, LaplaceConfig())] == ["members", "members"]
+
+
+@pytest.mark.parametrize(
+    ("scope", "precision", "std"),
+    [("model", 4.0, 0.5), ("tensor", [4.0], {"w": 0.5}),
+     ("element", [1.0, 4.0, 16.0], {"largest": 1.0, "median": 0.5, "smallest": 0.25})],
+)  # fmt: skip
+def test_the_fitted_prior_is_recorded(scope: str, precision: Any, std: Any) -> None:
+    method = LaplaceConfig(fit_prior="evidence", prior_scope=scope)
+    layout = Layout(("w",), ((3,),))
+    found = _fitted_prior(method, layout, {"laplace": [{"prior_precision": precision}]})
+    assert found == {"name": "gaussian", "std": std, "mean": "zero", "fitted_by": "evidence", "scope": scope}
+    assert _fitted_prior(method, layout, {"converged": None}) is None
+
+
+def test_a_fit_by_evidence_records_its_prior() -> None:
+    posterior = fit_laplace(
+        tiny_llama(), token_rows(2), LaplaceConfig(fit_prior="evidence", prior_std=0.8), subspace="last_layer"
+    )
+    precision = posterior.config.diagnostics["laplace"][0]["prior_precision"]
+    assert posterior.config.prior["std"] == pytest.approx(precision**-0.5)

@@ -83,3 +83,7 @@ def test_a_file_beside_the_card_names_its_posterior(tmp_path: Path) -> None:
     evaluation.write_text(json.dumps(EVALUATION | {"posterior": "abc", "notes": stamp("abd")}))
     with pytest.raises(ValueError, match="figures of another posterior"):
         read_beside(evaluation, "abd")
+
+
+def test_figures_of_other_models_on_a_named_set_are_left_out() -> None:
+    assert not results({"near_map_nll": 0.5, "far_member_nll": 0.4, "far_limit_nll": 0.3})

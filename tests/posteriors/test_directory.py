@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hf_bayes.posteriors.config import CONFIG
-from hf_bayes.posteriors.directory import fingerprint_of
+from hf_bayes.posteriors.directory import GAUSSIAN, expected_shapes, fingerprint_of
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import is_sidecar
 from hf_bayes.posteriors.storage import POSTERIOR, read_directory
@@ -76,3 +76,27 @@ def test_gaussian_without_spread_is_refused(tmp_path: Path) -> None:
     sign(tmp_path)
     with pytest.raises(ValueError, match=r"covariance\.safetensors: a diagonal Gaussian needs positive stds"):
         Posterior.from_pretrained(tmp_path)
+
+
+def test_a_wrong_covariance_is_refused_by_its_header() -> None:
+    posterior = gaussian()
+    check = expected_shapes({CONFIG: posterior.config.to_dict()}, [CONFIG, GAUSSIAN])[GAUSSIAN]
+    assert callable(check)
+    with pytest.raises(ValueError, match=r"covariance\.safetensors: missing tensors"):
+        check({"junk": {"shape": [10**9]}})
+
+
+def test_a_large_wrong_covariance_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gaussian().save_pretrained(tmp_path)
+    save_file({"junk": torch.zeros(99)}, tmp_path / GAUSSIAN)
+    sign(tmp_path)
+    monkeypatch.setattr("hf_bayes.posteriors.storage.read.MAX_TEXT", 300)  # such a file is large
+    with pytest.raises(ValueError, match=r"covariance\.safetensors: missing tensors"):
+        read_directory(
+            tmp_path,
+            format=POSTERIOR,
+            only=lambda name: name == GAUSSIAN,
+            expected=lambda *_: {
+                GAUSSIAN: expected_shapes({CONFIG: gaussian().config.to_dict()}, [CONFIG, GAUSSIAN])[GAUSSIAN]
+            },
+        )

@@ -46,7 +46,11 @@ def pushed() -> Any:
     def create_branch(self: HfApi, repo_id: str, **options: Any) -> None:
         calls["create_branch"] = {"repo_id": repo_id, **options}
 
+    def list_repo_files(self: HfApi, repo_id: str, **options: Any) -> list[str]:
+        return calls.get("earlier", [])
+
     with (
+        patch.object(HfApi, "list_repo_files", list_repo_files),
         patch.object(HfApi, "create_repo", create_repo),
         patch.object(HfApi, "upload_folder", upload_folder),
         patch.object(HfApi, "create_branch", create_branch),
@@ -90,8 +94,9 @@ def test_what_was_pushed_loads_again(pushed: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_push_removes_members_of_an_earlier_push(pushed: dict[str, Any], tmp_path: Path) -> None:
-    gaussian(adapter=True).push_to_hub("user/x")
     earlier = ["members/member_007/adapter_model.safetensors", "adapter_model.safetensors", "README.md", "other/x.bin"]
+    pushed["earlier"] = earlier
+    gaussian(adapter=True).push_to_hub("user/x")
     gone = set(filter_repo_objects(earlier, allow_patterns=pushed["upload_folder"]["delete_patterns"]))
     assert gone == {"members/member_007/adapter_model.safetensors", "adapter_model.safetensors"}
 

@@ -101,3 +101,12 @@ def test_a_push_to_a_branch_is_loaded_from_there(server: Hub, tmp_path: Path) ->
     loaded = Posterior.from_pretrained("user/posterior", revision="dev", cache_dir=tmp_path)
     assert equal(loaded, posterior)
     assert loaded.sidecars == posterior.sidecars
+
+
+def test_a_push_keeps_the_tokenizers_of_other_folders(server: Hub) -> None:
+    draws(2).push_to_hub("user/posterior")
+    server.commit("user/posterior", "main", {"sub/spiece.model": b"mine", "spiece.model": b"old"}, [])
+    draws(2).push_to_hub("user/posterior")
+    found = server.files("user/posterior")
+    assert "sub/spiece.model" in found
+    assert "spiece.model" not in found

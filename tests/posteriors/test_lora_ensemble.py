@@ -155,3 +155,32 @@ def test_a_tokenizer_that_all_adapters_have_is_kept(adapters: list[Path]) -> Non
     tiny_tokenizer(padding_side="left").save_pretrained(adapters[0])
     assert not Posterior.from_adapters(adapters).sidecars
     assert Posterior.from_adapters(adapters[:1]).sidecars
+
+
+def test_a_start_that_changes_the_base_does_not_mix(adapters: list[Path]) -> None:
+    edit_json(adapters[1] / ADAPTER_CONFIG, lambda values: values.update(init_lora_weights="pissa"))
+    with pytest.raises(ValueError, match=r"init_lora_weights is True in .*one, 'pissa' in .*two\. .* expected in all"):
+        Posterior.from_adapters(adapters)
+
+
+def test_bases_are_compared_with_the_first_known_one(adapters: list[Path], tmp_path: Path) -> None:
+    base = config().base_model
+    for name, weights in (("b", "1111"), ("c", "2222")):
+        known = {**base, "fingerprint": {**base["fingerprint"], "weights": weights}}
+        draws(1, adapter=True, seed=int(weights), base_model=known).save_pretrained(tmp_path / name)
+    found = Posterior.from_adapters([adapters[0], tmp_path / "b"])
+    assert found.config.base_model["fingerprint"]["weights"] == "1111"
+    with pytest.raises(ValueError, match=r"different base models: .*1111.*2222"):
+        Posterior.from_adapters([adapters[0], tmp_path / "b", tmp_path / "c"])
+
+
+def test_biases_that_peft_stores_twice_are_read_once(adapters: list[Path]) -> None:
+    from tests.faults.edits import edit_tensors
+
+    expected = Posterior.from_adapters(adapters).layout
+    copies = {
+        f"base_model.model.score.{kind}.weight": torch.zeros(3, 6) for kind in ("modules_to_save", "original_module")
+    }
+    for folder in adapters:
+        edit_tensors(folder / "adapter_model.safetensors", lambda tensors: tensors.update(copies))
+    assert Posterior.from_adapters(adapters).layout == expected

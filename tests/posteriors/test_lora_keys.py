@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_bayes.posteriors.lora_keys import adapter_key, parameter_name, partner_key
+from hf_bayes.posteriors.lora_keys import adapter_key, copied_key, parameter_name, partner_key
 
 KEYS = {
     "m.q_proj.lora_A.default.weight": "m.q_proj.lora_A.weight",
@@ -31,3 +31,9 @@ def test_factors_know_their_partner() -> None:
     assert partner_key("m.e.lora_embedding_B") == "m.e.lora_embedding_A"
     assert partner_key("m.q.lora_B.bias") is None
     assert partner_key("m.classifier.weight") is None
+
+
+def test_biases_that_peft_stores_twice_are_recognised() -> None:
+    assert copied_key("m.classifier.modules_to_save.bias") == "m.classifier.bias"
+    assert copied_key("m.classifier.original_module.bias") == "m.classifier.bias"
+    assert copied_key("m.classifier.bias") is None

@@ -312,3 +312,18 @@ def test_a_full_disk_is_named_and_the_run_is_kept(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "manifest.json").exists()
     run.save_model()
     assert load_tokenizer(tmp_path).get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_vocabularies_outside_of_the_posterior_are_not_read() -> None:
+    values = {"vocab": "/other/v.json", "merges": {"a": 1}, "gguf_file": "/other/x.gguf"}
+    with Sidecars({"tokenizer_config.json": json.dumps(values).encode()}).folder() as folder:
+        assert json.loads((folder / "tokenizer_config.json").read_text()) == {"merges": {"a": 1}}
+
+
+@pytest.mark.parametrize("token", ["hf_" + "A" * 34, "token of another server"])
+def test_a_tokenizer_with_an_access_token_is_refused(token: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.init_kwargs["use_auth_token"] = token
+    with pytest.raises(ValueError, match=r"access token into tokenizer_config\.json .* token= in place of") as caught:
+        Sidecars.of(tokenizer)
+    assert token not in str(caught.value)

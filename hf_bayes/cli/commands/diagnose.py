@@ -16,7 +16,7 @@ from hf_bayes.cli.diagnosis_figure import plot
 from hf_bayes.cli.diagnosis_table import table
 from hf_bayes.cli.output_file import check_file
 from hf_bayes.posteriors import hub
-from hf_bayes.posteriors.config import CONFIG
+from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
 from hf_bayes.posteriors.directory import TRACE
 from hf_bayes.posteriors.storage import POSTERIOR, read_directory
 
@@ -36,18 +36,25 @@ def diagnose(args: DiagnosisArguments) -> None:
     """Show whether the chains of a run converged: a table with a verdict, and a figure.
 
     Raises:
-        ValueError, OSError: for a directory that is no posterior.
+        ValueError, OSError: for a directory that is no posterior, or holds diagnostics that cannot be shown.
     """
     directory = hub.fetch(args.posterior, patterns=hub.FILES)
     wanted = (CONFIG, TRACE)
     files = read_directory(directory, format=POSTERIOR, only=lambda name: name in wanted)
-    config, trace = files[CONFIG], files.get(TRACE, {})
+    if CONFIG not in files:
+        raise ValueError(f"{directory} holds no {CONFIG}: it is not a posterior")
+    config, trace = PosteriorConfig.from_dict(files[CONFIG]).to_dict(), files.get(TRACE, {})
     console = Console()
-    shown = table(config)
+    try:
+        shown, drawn = table(config), plot(config, trace)
+    except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(
+            f"{directory}: the diagnostics in {CONFIG} or {TRACE} are not of the types that a run saves "
+            f"({type(error).__name__}: {error}): fetch or save the posterior again"
+        ) from error
     console.print(shown)
     if not shown.row_count:
         console.print("No diagnostics are stored. BayesianTrainer stores them; for your own loop see docs/own_loop.md.")
-    drawn = plot(config, trace)
     if drawn is None:
         console.print("There is nothing to plot: this posterior has no log of the chains of a run.")
         return

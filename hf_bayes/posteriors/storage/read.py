@@ -28,8 +28,12 @@ from hf_bayes.posteriors.storage.manifest import (
     unlisted_files,
 )
 
-Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-"""The name of a safetensors file -> the shape of each tensor in it."""
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]] | Callable[[Mapping[str, Any]], None]]
+"""The name of a safetensors file -> the shape of each tensor in it.
+
+A function takes the place of shapes that depend on the file. Its argument is the header. It raises ValueError to refuse
+the file, before a large file is read.
+"""
 
 _ATTEMPTS = 50  # to read a directory that is saved again meanwhile
 
@@ -153,9 +157,11 @@ def _read(
         except ValueError as error:
             raise ValueError(f"{root}: {error}") from error
     for name in tensors:
-        data = _read_listed(root, manifest, name, only, shapes.get(name))
+        wanted = shapes.get(name)
+        data = _read_listed(root, manifest, name, only, wanted)
         if data is not None:
-            contents[name] = decode(name, data, where=str(root / name), shapes=shapes.get(name))
+            fixed = None if callable(wanted) else wanted
+            contents[name] = decode(name, data, where=str(root / name), shapes=fixed)
     unlisted = unlisted_files(root, manifest.files)
     # Between commit and the end of step 3, files of the old save are still there.
     if unlisted and not (root / (PENDING + manifest.digest)).exists():
@@ -168,16 +174,21 @@ def _read_listed(
     manifest: Manifest,
     name: str,
     only: Callable[[str], bool] | None,
-    shapes: Mapping[str, tuple[int, ...]] | None,
+    shapes: Mapping[str, tuple[int, ...]] | Callable[[Mapping[str, Any]], None] | None,
 ) -> bytes | None:
     """Return the bytes of one file of the manifest after a check of the hash, or None if ``only`` leaves it out."""
     entry, path, reads = manifest.files[name], root / name, only is None or only(name)
-    limit = None if shapes is None else MAX_TEXT + 8 * sum(math.prod(shape) for shape in shapes.values())
+    limit, check = None, None
+    if callable(shapes):
+        check = shapes
+    elif shapes is not None:
+        limit = MAX_TEXT + 8 * sum(math.prod(shape) for shape in shapes.values())
+    pending = root / (PENDING + manifest.digest) / name
     try:
-        data = read_inside(root, root / (PENDING + manifest.digest) / name, entry=entry, limit=limit, reads=reads)
+        data = read_inside(root, pending, entry=entry, limit=limit, reads=reads, check=check)
     except FileNotFoundError:
         try:
-            data = read_inside(root, path, entry=entry, limit=limit, reads=reads)
+            data = read_inside(root, path, entry=entry, limit=limit, reads=reads, check=check)
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing, {MANIFEST} lists it: fetch or save the directory again") from error
     if not reads:
@@ -192,7 +203,13 @@ def _read_listed(
 
 
 def read_inside(
-    root: Path, path: Path, *, entry: Entry | None = None, limit: int | None = None, reads: bool = True
+    root: Path,
+    path: Path,
+    *,
+    entry: Entry | None = None,
+    limit: int | None = None,
+    reads: bool = True,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> bytes:
     """Return the bytes of a regular file. It must lie in ``root`` or in the blobs of the Hub cache around ``root``.
 
@@ -202,6 +219,7 @@ def read_inside(
         entry: the size that the file must have. None accepts any size.
         limit: the largest size in bytes.
         reads: False checks the file without reading it, and returns no bytes.
+        check: a check of the header of a large safetensors file, before the file is read.
     Raises:
         OSError: if the file is missing or cannot be read.
         ValueError: if the file lies elsewhere, is not regular, or has a wrong size.
@@ -230,15 +248,18 @@ def read_inside(
         if not reads:
             return b""
         if path.suffix == ".safetensors" and size > MAX_TEXT:
-            _check_size(file, size, where=str(path))
+            header = _check_size(file, size, where=str(path))
+            if check is not None:
+                check(header)
         return file.read(size)
 
 
-def _check_size(file: BinaryIO, size: int, *, where: str) -> None:
-    """Compare the size of a file with its header, before a large file is read."""
+def _check_size(file: BinaryIO, size: int, *, where: str) -> dict[str, Any]:
+    """Compare the size of a file with its header, before a large file is read. Return the header."""
     start = file.read(8)
     start += file.read(min(int.from_bytes(start, "little"), MAX_TEXT))
-    ends = [entry["data_offsets"] for entry in read_header(start, where).values()]
+    header = read_header(start, where)
+    ends = [entry["data_offsets"] for entry in header.values()]
     try:
         expected = len(start) + max((end for _, end in ends), default=0)
     except (TypeError, ValueError):
@@ -246,6 +267,7 @@ def _check_size(file: BinaryIO, size: int, *, where: str) -> None:
     if expected != size:
         raise ValueError(f"{where} is not a valid safetensors file: {size:,} bytes, {expected:,} by its header")
     file.seek(0)
+    return header
 
 
 def _allowed_roots(root: Path) -> list[str]:
