@@ -19,18 +19,21 @@ def with_initial_state(
 ) -> Rule[Any] | Kernel[Any]:
     """Return the method with given initial values of some fields of its state.
 
-    The other fields have their usual initial values. The generators advance as usual, too: a momentum is drawn, and
+    The other fields have their usual initial values, and fields that theta determines cannot be given: an energy of
+    other points would let a kernel reject all moves. The generators advance as usual, too: a momentum is drawn, and
     then replaced by the given one.
 
     Args:
         method: the rule or kernel.
         given: field of the method's State -> its value for all chains: a number, or a tensor [M, ...]. A field with the
-            shape of theta may be a dictionary if theta is one. Or a whole State, whose theta is ignored.
+            shape of theta may be a dictionary if theta is one. Or a whole State, whose theta is ignored, with all that
+            is computed from it.
         form: the form of theta.
         name: the name of the method, for errors.
     """
+    computed = {"theta"} | (set(method.functions_of_theta) if isinstance(method, Kernel) else set())
     if hasattr(given, "_asdict"):
-        given = {field: value for field, value in given._asdict().items() if field != "theta"}
+        given = {field: value for field, value in given._asdict().items() if field not in computed}
     if not isinstance(given, Mapping):
         raise ValueError(
             f"state must map fields of the state of {name} to tensors, or be such a state, got {type(given).__name__}"
@@ -39,10 +42,12 @@ def with_initial_state(
 
     def begin(*arguments: Any) -> Any:
         state = init(*arguments)
-        fields = [field for field in state._fields if field != "theta"]
+        fields = [field for field in state._fields if field not in computed]
         unknown = sorted(set(given) - set(fields))
         if unknown:
-            hint = ": theta is an argument of its own" if "theta" in unknown else ""
+            hint = ""
+            if computed.intersection(unknown):
+                hint = ": theta is an argument of its own" if "theta" in unknown else ": theta determines it"
             raise ValueError(f"the state of {name} has no field {', '.join(unknown)} to give{hint}; it has {fields}")
         values = {field: _value(field, value, getattr(state, field), form) for field, value in given.items()}
         return state._replace(**values)

@@ -321,6 +321,8 @@ class Kernel(NamedTuple, Generic[State]):
         final_pass: None: a kernel needs no further pass over the data, see ``Rule``.
         later_starts: number of moves -> (state, evaluate, rngs) -> state, called once after so many moves: the kernel
             begins there, after a warm start. As in ``init``, its evaluations are no part of a move.
+        functions_of_theta: the fields of the state that ``init`` evaluates at theta, such as the energy. At other
+            points they have other values.
     """
 
     init: Callable[[Tensor, Evaluate, Rngs], State]
@@ -328,6 +330,7 @@ class Kernel(NamedTuple, Generic[State]):
     finish: Callable[[State, Tensor], Approximation]
     final_pass: None = None
     later_starts: Mapping[int, LaterStart] = MappingProxyType({})
+    functions_of_theta: tuple[str, ...] = ()
 
     @property
     def is_exact(self) -> bool:

@@ -313,14 +313,18 @@ def has_axes(config: Any) -> bool:
 
 
 def _drops(fields: dict[Any, Any]) -> bool:
-    """Check whether a configuration, or one of its parts, sets dropout or masks on audio features."""
+    """Check whether a configuration, or one of its parts, sets dropout, masks on audio features or noise of a router.
+
+    All of these make equal rows differ in training.
+    """
     masks = ("mask_time_prob", "mask_feature_prob") if fields.get("apply_spec_augment") else ()
     for field in fields.items():
         match field:
             case _, dict(part) if _drops(part):
                 return True
             case str(name), float(value) if value > 0:
-                if name in masks or ("drop" in name and not name.startswith(("summary", "classifier"))):
+                drops = "drop" in name and not name.startswith(("summary", "classifier"))
+                if drops or name in masks or "jitter_noise" in name:
                     return True
     return False
 

@@ -65,25 +65,33 @@ class ActiveRun:
         objective: the log-likelihood of the model on the training rows.
         run: the chains.
         monitor: the observations of the chains.
+        number: the number of the run on this trainer, from 0.
         rows_vary: rows of the training data differ each time they are read. For an optimiser this is not known.
         mirrored: every second chain takes minus the noise of the chain before it.
     """
 
     def __init__(self, host: TrainerHost, setup: Setup, rows: TrainingRows, *, found_rate: float | None = None) -> None:
-        self.host, self.setup, self.rows = host, setup, rows
-        args, model = host.args, setup.model
+        self.host, self.setup, self.rows, self._found_rate = host, setup, rows, found_rate
+        model = setup.model
         self._pending: list[Any] = []  # micro-batches of the update that has begun
         model.members.context.batch_statistics = True  # also in evaluations during the run
         model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
         samples = rows.method.temperature > 0
         self.rows_vary = samples and rows.stream is None and rows_vary(*rows.data())
+        self._start(rows.num_runs)
+
+    def _start(self, number: int) -> None:
+        """Make the chains of run ``number``, whose noise and rows are its own."""
+        host, setup, rows = self.host, self.setup, self.rows
+        args, model = host.args, setup.model
+        self.number = rows.run_number = number
         self.run, self.objective, self.prior, self.settings = start_run(
             model,
             rows.method,
             rows.scale,
             num_steps=rows.num_steps,
             learning_rate=args.learning_rate,
-            seed=args.seed,
+            seed=rows.seed_of_run(args.seed),
             start=setup.start,
             theta=model.theta.detach().to(args.device, copy=True),
             inherited=None if setup.inherited is None else setup.inherited.gaussian,
@@ -97,7 +105,7 @@ class ActiveRun:
             prepare=host.prepare,
             data=self._data_access(),
             trial_updates=rows.shared_updates,
-            found_rate=found_rate,
+            found_rate=self._found_rate,
             falls=SchedulerType(args.lr_scheduler_type) == SchedulerType.CONSTANT,
             progress=not args.disable_tqdm and host.is_first_process,
         )
@@ -117,6 +125,12 @@ class ActiveRun:
             probe_steps=args.probe_steps,
         )
         self.show_chains()
+
+    def resume(self, number: int) -> None:
+        """Become run ``number``, which a checkpoint holds. Nothing changes if it is this run already."""
+        if number != self.number:
+            self.objective.close()
+            self._start(number)
 
     def _data_access(self) -> DataAccess | None:
         """Return rows by number, for passes over the data: of a method, or of the diagnostics at the end."""
@@ -160,7 +174,7 @@ class ActiveRun:
         is_optimum = method.temperature == 0 and found.num_stored > 0
         if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
             return None
-        count = self.problem.num_steps * self.rows.scale.rows_per_update * method.num_chains
+        count = self.run.num_updates * self.rows.scale.rows_per_update * method.num_chains
         num_gradients = float(count * method.requirements.gradients_per_update)
         return SpreadPlan(
             found, self.prior, self.problem.shapes, method.prior_weight,
@@ -250,6 +264,7 @@ class ActiveRun:
     def finish(self) -> Finished:
         """Return the result of the method, and leave the last states of the chains in the model."""
         self.setup.model.place(self.run.theta)  # where the next run starts
+        self.rows.num_runs = max(self.rows.num_runs, self.number + 1)
         mesh, passes = self.setup.mesh, self.run.method.final_pass is not None
         # such a method makes its last pass for the chains of this process; processes that share them find the same
         by_process = passes and not self.method.requirements.all_chains_in_one_pass

@@ -118,7 +118,7 @@ def calibrate(active: ActiveRun) -> Calibration | None:
 
 def _some_rows(count: int, active: ActiveRun) -> list[int]:
     """Return numbers of held-out rows, evenly spread."""
-    gradients = active.problem.num_steps * active.rows.scale.rows_per_update * active.method.num_chains
+    gradients = active.run.num_updates * active.rows.scale.rows_per_update * active.method.num_chains
     members = active.setup.model.num_members * active.setup.mesh.chain_size
     most = max(LEAST_ROWS, int(0.3 * gradients / members))  # a gradient costs three forward passes
     return [number * count // min(count, most) for number in range(min(count, most))]

@@ -29,10 +29,13 @@ NOT_COMPARED = ("num_updates", "num_processes")
 FOUND = "found_rate"
 """The setting with the learning rate that a run has found. If it differs, then another setting differs, too, and an
 error lists only that one."""
+RUN = "run_number"
+"""The setting with the number of a run on its trainer, from 0. The first run has no such setting."""
 WORDS = {
     "num_steps": "updates of the run (max_steps, or num_train_epochs)",
     "rows_per_update": "rows in an update (per_device_train_batch_size, gradient_accumulation_steps)",
     FOUND: "the learning rate that the run has found",
+    RUN: "runs on the same trainer before this one",
     "start": "the weights where runs start (a new head or adapter is random: call set_seed before the model is made)",
 }
 """Words for an error, by setting: for settings that are not arguments, with the arguments that determine them."""

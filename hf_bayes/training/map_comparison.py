@@ -26,7 +26,7 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
     args, method, setup = active.host.args, active.method, active.setup
     if args.map_updates == 0:
         return None
-    steps = active.problem.num_steps
+    steps = active.run.num_updates  # fewer than planned after an early stop
     mean = posterior.representative[: setup.model.layout.dim]  # without statistics of batch normalisation
     start: Tensor = setup.mesh.share(mean.cpu())[0][None].to(args.device)
     if method.requirements.ends_at_map:

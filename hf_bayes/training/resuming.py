@@ -41,7 +41,11 @@ class RunCheckpoints:
         checkpoints.save(folder, tensors, self.settings(), group=mesh)
 
     def check(self, folder: str) -> int:
-        """Return the number of updates in a checkpoint of this run; refuse a checkpoint of another run by name."""
+        """Return the number of updates in a checkpoint of this run; refuse a checkpoint of another run by name.
+
+        A run resumes as the one that it was on its trainer, the first or a later one.
+        """
+        self._active.resume(checkpoints.settings_of(folder).get(checkpoints.RUN, 0))
         _, saved = checkpoints.load(folder, self.settings(), chains=self._active.setup.mesh.chains)
         return int(saved["num_updates"])
 
@@ -96,6 +100,7 @@ class RunCheckpoints:
             "probe_steps": args.probe_steps,  # probe values that were kept and new ones are one sequence
             "num_steps": active.problem.num_steps,
             "device": args.device.type,  # generators of another kind draw other numbers, and take no state from these
+            **({checkpoints.RUN: active.number} if active.number else {}),
         }
 
     def _identify(self) -> dict[str, Any]:

@@ -4,8 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import chain_generators
+from hf_bayes.core.types import Evaluation, Kernel, Problem
+from hf_bayes.distributions.energy import FlatPrior
+from hf_bayes.methods.mcmc.gps import GPSConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
+from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
 from tests.chains.bowl import run
@@ -51,6 +59,45 @@ def test_a_whole_state_continues_a_run() -> None:
     assert again.step.tolist() == [11, 11]
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        MetropolisConfig(proposal_std=1.0, target_acceptance=None),
+        HMCConfig(step_size=0.3, num_leapfrog=3, target_acceptance=None),
+        GPSConfig(max_std=2.0),
+    ],
+)
+def test_a_state_of_other_points_has_no_energies(method: MethodConfig) -> None:
+    state = run(method=method, theta=torch.zeros(20, 3), num_steps=20).state
+    far = torch.full((20, 3), 3.0)
+    found = run(method=method, theta=far, state=state, num_steps=40)
+    assert not (found.draws[:, -1] == far).all(1).any()  # with the energy of the old points all moves are rejected
+
+
+def start_of(kernel: Kernel[Any], scale: float) -> dict[str, Tensor]:
+    """Return the state of two chains at 1 under the energy ``scale`` |theta|^2."""
+
+    def evaluate(theta: Tensor, **_: Any) -> Evaluation:
+        return Evaluation(-scale * theta.square().sum(1), -2 * scale * theta)
+
+    state: dict[str, Tensor] = kernel.init(torch.ones(2, 3), evaluate, chain_generators(0, 2))._asdict()
+    return state
+
+
+def test_every_kernel_names_what_it_evaluates() -> None:
+    problem = Problem(10.0, FlatPrior(), 0.1, 40, 0, {"": (3,)}, batch_fraction=0.01, update_fraction=0.01)
+    needed: dict[str, dict[str, Any]] = {"ekf": {"init_std": 1.0}, "low_rank_vi": {"rank": 2}}
+    seen = set()
+    for name, config in METHODS.items():
+        method = config(**needed.get(name, {})).build(problem)
+        if isinstance(method, Kernel):
+            once, twice = start_of(method, 1.0), start_of(method, 2.0)
+            differ = {field for field in once if not torch.equal(once[field], twice[field])}
+            assert differ == set(method.functions_of_theta), name
+            seen.add(name)
+    assert seen >= {"metropolis", "hmc", "gps", "penalty"}
+
+
 def test_other_fields_and_generators_are_as_without_it() -> None:
     plain = run(method=SGNHTConfig())
     given = run(method=SGNHTConfig(), state={"friction": run(method=SGNHTConfig(), num_steps=1).state.friction * 0 + 1})
@@ -73,6 +120,11 @@ def test_other_fields_and_generators_are_as_without_it() -> None:
 def test_a_bad_state_is_refused_by_its_field(state: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(method=SGHMCConfig(), state=state)
+
+
+def test_an_energy_is_no_field_to_give() -> None:
+    with pytest.raises(ValueError, match=r"no field energy to give: theta determines it; it has \['log_std', "):
+        run(method=MetropolisConfig(), state={"energy": 0.0})
 
 
 def test_a_state_and_a_warm_start_are_refused() -> None:

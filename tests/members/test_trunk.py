@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,12 @@ def test_dropout_in_functions_counts_as_dropout(config: dict[str, float]) -> Non
     assert engine.trunk.has_dropout == bool(config)
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.0])
+def test_noise_of_a_router_counts_as_dropout(noise: float) -> None:
+    engine, *_ = engine_of(mixtral(router_jitter_noise=noise), r"layers\.2\.self_attn")
+    assert engine.trunk.has_dropout == bool(noise)
+
+
 def test_dropout_that_no_causal_model_applies_does_not_count() -> None:
     assert tiny_gpt2().config.summary_first_dropout > 0
     engine, *_ = engine_of(tiny_gpt2(), "last_block")
@@ -193,9 +200,9 @@ def test_modules_that_read_a_table_are_refused_by_name(subspace: str, rows: int)
         engine.forward(batch(3))
 
 
-def mixtral() -> nn.Module:
+def mixtral(**changes: Any) -> nn.Module:
     config = MixtralConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)  # fmt: skip
+                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, **changes)  # fmt: skip
     return models._build(lambda: MixtralForCausalLM(config), 0, torch.float32)  # its kernel has no float64
 
 

@@ -70,6 +70,11 @@ def test_dropout_is_spoken_of_as_each_method_meets_it(
     assert ("Jensen" in caplog.text) == ("has dropout (lora_dropout 0.1)" in caplog.text) == (config is ONE_DRAW)
 
 
+def test_noise_of_a_router_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, ONE_DRAW, max_steps=1, model=with_lora(tiny_llama(router_jitter_noise=0.2)))
+    assert "has dropout (router_jitter_noise 0.2)" in caplog.text
+
+
 def prior_announced(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> re.Match[str] | None:
     """Return what is said about the prior of a LoRA: its kind, and the number that is advised."""
     caplog.clear()

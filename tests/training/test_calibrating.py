@@ -16,10 +16,11 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.metrics.calibration import Calibration
-from hf_bayes.training.calibrating import report_length
+from hf_bayes.training.calibrating import LEAST_ROWS, report_length
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import tiny_bert
+from tests.training.trained import StopAfter
 
 
 def trainer(directory: Path, method: Any = None, rows: Any = 80, **changes: Any) -> BayesianTrainer:
@@ -88,6 +89,12 @@ def test_the_fit_takes_all_rows_that_a_tenth_of_the_run_pays(tmp_path: Path) -> 
     rows = 0.3 * 400 * run.args.per_device_train_batch_size  # as many members as chains
     assert 200 < rows < 300
     assert run.posterior.config.calibration["num_terms"] == rows
+
+
+def test_after_an_early_stop_the_fit_takes_fewer_rows(tmp_path: Path) -> None:
+    run = trainer(tmp_path, rows=300, max_steps=400, callbacks=[StopAfter(20)])
+    run.train()
+    assert run.posterior.config.calibration["num_terms"] == LEAST_ROWS  # 20 updates pay for 12 rows
 
 
 def test_the_map_estimate_beside_has_its_own_temperature(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training import cross_fitting
 from hf_bayes.uncertainty.custom.ordinal import Ordinal
 from tests import runs
 from tests.tiny_models import tiny_bert
@@ -68,6 +71,67 @@ def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     cross_fitted(tmp_path, trained(tmp_path), num_folds=2, model=model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def folds_of(
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    method: SGHMCConfig,
+    *,
+    rate: float | None,
+    fold_rate: float | None,
+) -> list[tuple[Any, ...]]:
+    """Return (own step size, updates, warm start, its rate, burn-in, draw steps) of a run and of its 2 folds."""
+    lengths: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 4, "per_device_train_batch_size": 5}
+    found: list[tuple[Any, ...]] = []
+    finished = cross_fitting.finished_run
+
+    def keep(run: Any) -> None:
+        problem, config = run.run.problem, run.method
+        rate = config.warm_start_learning_rate
+        found.append((problem.own_step_size, problem.num_steps, config.warm_start_steps, rate, problem.burn_in))
+        found[-1] += (problem.draw_steps,)
+
+    @contextmanager
+    def kept(*args: Any, **options: Any) -> Iterator[Any]:
+        with finished(*args, **options) as run:
+            keep(run)
+            yield run
+
+    monkeypatch.setattr(cross_fitting, "finished_run", kept)
+    given: dict[str, Any] = {"train": ROWS * 2, "model": tiny_bert(), "subspace": "last_layer"}
+    run = runs.trainer(directory, method, **given, **lengths, learning_rate=rate)
+    run.train()
+    keep(run)
+    run.bayesian.detach()
+    args = runs.arguments(directory, **lengths, learning_rate=fold_rate)
+    options: dict[str, Any] = {"subspace": "last_layer", "num_folds": 2, "data_collator": default_data_collator}
+    cross_fit_calibration(run.posterior, tiny_bert(), args, train_dataset=ROWS * 2, **options)
+    return found
+
+
+def test_counts_of_updates_are_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = SGHMCConfig(
+        num_chains=2, draws_per_chain=3, thin=10, burn_in=64, warm_start_steps=32, warm_start_learning_rate=1e-2
+    )
+    run, *folds = folds_of(monkeypatch, tmp_path, method, rate=1e-3, fold_rate=1e-3)
+    assert run == (False, 96, 32, 1e-2, 64, range(76, 97, 10))
+    assert folds == [(False, 48, 16, 1e-2, 32, range(38, 49, 5))] * 2
+
+
+def test_folds_find_their_step_size_as_the_run_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # without a method, a trainer gives its learning rate to the warm start, and the run has none
+    method = SGHMCConfig(num_chains=2, warm_start_learning_rate=5e-3)
+    run, *folds = folds_of(monkeypatch, tmp_path, method, rate=None, fold_rate=5e-3)
+    assert run == (True, 96, 48, 5e-3, 62, range(96, 97))
+    assert folds == [(True, 48, 24, 5e-3, 31, range(48, 49))] * 2
+
+
+def test_folds_have_the_warm_start_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = SGHMCConfig(num_chains=2, warm_start_steps=20, burn_in=0.5, warm_start_learning_rate=5e-3)
+    run, *folds = folds_of(monkeypatch, tmp_path, method, rate=None, fold_rate=None)
+    assert run[:5] == (True, 96, 20, 5e-3, 48)
+    assert [fold[:5] for fold in folds] == [(True, 48, 10, 5e-3, 24)] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from hf_bayes.training.map_comparison import compare, map_of_run
 from hf_bayes.training.trainer_host import TrainerHost
 from tests import runs
 from tests.methods import ladder_runs
+from tests.training.trained import StopAfter
 
 
 def test_metrics_at_save_set_the_posterior_beside_a_map_estimate(tmp_path):
@@ -77,6 +78,16 @@ def _given_to_map_estimate(trainer, monkeypatch):
     map_of_run(trainer.posterior, trainer.active)
     rule, _, _, problem, _ = given[0]
     return rule, problem
+
+
+def test_after_an_early_stop_it_is_as_long_as_that_run(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(map_comparison, "map_estimate", lambda *_, num_updates, **__: given.append(num_updates))
+    for planned in (1000, 20):
+        run = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), max_steps=planned, callbacks=[StopAfter(20)])
+        run.train()
+        map_of_run(run.posterior, run.active)
+    assert given == [4, 4]  # a tenth of the gradients of 20 updates of 2 chains
 
 
 @pytest.mark.parametrize("name", ["sghmc", "map"])

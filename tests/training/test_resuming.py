@@ -26,6 +26,24 @@ def test_resume_may_change_the_micro_batch_size(tmp_path):
     torch.testing.assert_close(resumed.posterior.sample(None), whole.posterior.sample(None), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_each_run_of_a_trainer_resumes_bitwise(tmp_path, dropout):
+    def fresh():
+        changes = {"save_strategy": "steps", "save_steps": 4, "model": with_lora(tiny_llama(), lora_dropout=dropout)}
+        return trainer(tmp_path, SGHMCConfig(num_chains=2), **changes)
+
+    whole, other = fresh(), fresh()
+    whole.train()
+    first = whole.posterior.approximation
+    whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert runs.equal(whole.posterior.approximation, first)  # it is the first run again, and not a second one
+    whole.train()
+    second = whole.posterior.approximation
+    assert not runs.equal(second, first)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))  # of the second run, in another process
+    assert runs.equal(other.posterior.approximation, second)
+
+
 TWO = {"num_chains": 2, "draws_per_chain": 2}
 
 OTHERS = {

@@ -15,6 +15,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, defa
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_gpt2, tiny_llama, with_lora
 from tests.training.trained import relative
@@ -201,6 +202,18 @@ def test_training_twice_starts_a_new_run_where_the_first_ended(tmp_path, bf16):
     assert second.shape == first.shape
     assert not torch.equal(first, second)
     assert trainer.bayesian.num_members == 4
+
+
+def test_a_second_run_has_noise_and_rows_of_its_own(tmp_path):
+    trainer = runs.trainer(tmp_path, SGLDConfig(num_chains=2, draws_per_chain=8), max_steps=40)
+    steps, rows = [], []
+    for _ in range(2):
+        trainer.train()
+        steps.append(torch.stack(trainer.run.draws, 1).diff(dim=1).flatten())
+        rows.append([batch["input_ids"].tolist() for batch in trainer.rows.start_loader()])
+    # the mean of over 1,000 products of independent numbers; it is .9996 if the noise is the same
+    assert abs(float(torch.corrcoef(torch.stack(steps))[0, 1])) < 0.15
+    assert rows[0] != rows[1]
 
 
 def test_a_seed_determines_the_run(tmp_path):

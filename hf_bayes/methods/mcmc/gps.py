@@ -147,7 +147,7 @@ class GPSConfig(MethodConfig):
                 "divergent": divergent.to(value.dtype),
             }
 
-        return Kernel(init, step, keep_draws)
+        return Kernel(init, step, keep_draws, functions_of_theta=("potential", "gradient"))
 
 
 def walk(state: GPSState, family: Family, rngs: Rngs) -> Tensor:

@@ -172,7 +172,7 @@ class HMCConfig(MethodConfig):
             }
             return self._tuned(moved, acceptance, adapted_steps, windows), info
 
-        return Kernel(init, step, keep_draws)
+        return Kernel(init, step, keep_draws, functions_of_theta=("potential", "gradient"))
 
     def _potential(self, problem: Problem, evaluate: Evaluate) -> Potential:
         def potential(theta: Tensor) -> tuple[Tensor, Tensor]:

@@ -125,7 +125,7 @@ class MetropolisConfig(MethodConfig):
             new = self._tuned(moved, acceptance, adapted_steps, windows)
             return new, {"acceptance": acceptance, "step_size": std, "divergent": divergent.to(std.dtype)}
 
-        return Kernel(init, step, keep_draws)
+        return Kernel(init, step, keep_draws, functions_of_theta=("energy",))
 
     def _tuned(
         self, state: MetropolisState, acceptance: Tensor, adapted_steps: int, windows: tuple[int, ...]

@@ -107,7 +107,11 @@ class EKFConfig(MethodConfig):
         return Rule(init, locate_at_theta, update, finish)
 
     def _share(self, problem: Problem) -> float:
-        """Return the share of the data in an update, and refuse runs that see rows twice."""
+        """Return the share of the data that an update counts, and refuse runs of more than one pass.
+
+        If updates do not divide the data, the last one of a pass repeats rows. Then each update counts a little less
+        than its rows, so that together they count the data once.
+        """
         share = problem.update_fraction
         if share is None and UNNAMED in problem.shapes:
             if problem.batch_fraction is None:
@@ -125,7 +129,7 @@ class EKFConfig(MethodConfig):
                 "pass, shuffled or not, counts every row twice, and the posterior becomes too narrow. Set "
                 f"num_train_epochs=1 (or max_steps={once})"
             )
-        return share
+        return min(share, 1 / problem.num_steps)
 
     def _check_size(self, dim: int) -> None:
         if self.structure == "full" and dim > MOST_PARAMETERS:

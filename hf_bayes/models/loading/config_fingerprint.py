@@ -3,8 +3,9 @@
 A field is left out if a network in evaluation mode cannot depend on it, or if a posterior states it elsewhere:
 
 1. a rate of dropout: a number whose name says so (``attention_dropout``, ``resid_pdrop``, ``layerdrop``,
-   ``drop_path_rate``). A switch such as ESM's ``token_dropout``, which rescales embeddings in evaluation, stays in;
-2. other settings of training: noise of a router, masks of SpecAugment, weights of losses, label smoothing,
+   ``drop_path_rate``), or the size of a router's noise in training (``router_jitter_noise``). A switch such as ESM's
+   ``token_dropout``, which rescales embeddings in evaluation, stays in;
+2. other settings of training: masks of SpecAugment, weights of losses, label smoothing,
    checkpointing of activations;
 3. the distribution of initial weights (``initializer_range``): weights have a fingerprint of their own;
 4. settings of a call (``use_cache``, ``output_attentions``, ``return_dict``) and of a kernel (attention, experts);
@@ -22,9 +23,9 @@ from typing import Any
 
 from hf_bayes.core.number_checks import is_number
 
-_RATE = re.compile(r"dropout|pdrop|layerdrop|droppath|(?:^|_)drop_(?:\w+_)?rate")
+_RATE = re.compile(r"dropout|pdrop|layerdrop|droppath|(?:^|_)drop_(?:\w+_)?rate|jitter_noise")
 _TRAINING = re.compile(
-    r"(?:^|_)(?:jitter_noise|apply_spec_augment|mask_(?:time|feature)_(?:prob|length|min_masks)|label_smoothing"
+    r"(?:^|_)(?:apply_spec_augment|mask_(?:time|feature)_(?:prob|length|min_masks)|label_smoothing"
     r"|loss_(?:coef|coefficient|weight)|(?:gradient|activation)_checkpointing"
     r"|initializer_(?:range|factor|std)|init_(?:xavier_)?std)$"
 )
@@ -51,5 +52,5 @@ def _is_left_out(name: str, value: Any) -> bool:
 
 
 def is_dropout_rate(name: str, value: Any) -> bool:
-    """Return whether this field of a config is a rate of dropout, which may be None."""
+    """Return whether this field of a config is a rate of dropout or the noise of a router, which may be None."""
     return (value is None or is_number(value)) and bool(_RATE.search(name))

@@ -45,6 +45,8 @@ class TrainingRows:
         most_terms: the largest number of likelihood terms in one row; None for a stream.
         num_data: N.
         private: the place of this process among processes with private rows; None if all processes have the same rows.
+        run_number: the number of the current run on these rows, from 0 (``seed_of_run``).
+        num_runs: the number of runs that have ended.
     Raises:
         ValueError: for data that cannot be counted, or batches that cannot be drawn.
     """
@@ -58,6 +60,7 @@ class TrainingRows:
         self.num_terms: int | None = None
         self.most_terms: int | None = None
         self.private: PrivateRows | None = None
+        self.run_number = self.num_runs = 0
         require_rows(dataset, args, method)
         own = args.private_rows
         require_batches(method, args.gradient_accumulation_steps * (1 if own else mesh.data_size))
@@ -192,7 +195,7 @@ class TrainingRows:
     def _batches(self, chains: range | None) -> ChainBatches | FullPasses:
         args, num_rows = self.host.args, len(self.host.train_dataset)
         share: dict[str, Any] = {"data_rank": self.mesh.data_rank, "data_size": self.mesh.data_size}
-        seed = args.seed if args.data_seed is None else args.data_seed
+        seed = self.seed_of_run(args.seed if args.data_seed is None else args.data_seed)
         if self.requirements.all_data_in_every_update:
             return FullPasses(num_rows, batch_size=args.per_device_train_batch_size, **share)
         if self.private is not None:  # epochs are those of all rows, so that they end together
@@ -208,6 +211,14 @@ class TrainingRows:
             order=self.requirements.batch_order,
             **share,
         )
+
+    def seed_of_run(self, seed: int) -> int:
+        """Return the seed of the current run.
+
+        The first run takes ``seed`` itself. A later one on the same trainer would repeat its noise and its rows with
+        that, and draws of both would not be independent.
+        """
+        return seed if self.run_number == 0 else seed_of(seed, "run", self.run_number)
 
     def shared_updates(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the batches of each update without end; all chains get the same ones."""

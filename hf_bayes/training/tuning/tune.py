@@ -34,7 +34,7 @@ SHARE = 4
 """The gradients of a finalist, divided by the gradients of the same candidate in the first round."""
 
 LEAST_UPDATES = 40
-"""The shortest run of the first round: AdamW, the curvature and a few steps of a sampler."""
+"""The shortest run: AdamW, the curvature and a few steps of a sampler."""
 
 LEAST_ROWS = 200
 """The smallest number of held-out rows. A smaller set could not tell methods apart that differ by .05 nats."""
@@ -58,14 +58,32 @@ class _Plan(NamedTuple):
         """The gradients of all runs, divided by the gradients of one candidate in the first round."""
         return len(self.early) + (min(NUM_FINALISTS, len(self.early)) + len(self.late)) * SHARE
 
-    @property
-    def costliest(self) -> Candidate:
-        """The candidate of the first round whose updates take the most gradients."""
-        return max(self.early, key=lambda candidate: candidate.gradients_per_update)
+    def least_per_trial(self, candidate: Candidate, accumulation: int) -> int:
+        """Return the smallest ``per_trial`` with which this candidate has enough updates in its first run."""
+        share = SHARE if candidate in self.late else 1
+        return math.ceil(_least_updates(candidate) * candidate.gradients_per_update * accumulation / share)
+
+    def pays(self, candidate: Candidate, accumulation: int) -> bool:
+        """Check whether a run of the first round is long enough for this candidate."""
+        return self.per_trial >= candidate.least_updates * candidate.gradients_per_update * accumulation
+
+    def neediest(self, accumulation: int) -> Candidate:
+        """Return the candidate that needs the largest ``per_trial``.
+
+        If the first round is too short for all candidates, it is the one with the smallest need: as soon as the round
+        is long enough for one of them, the others take part in the second round only.
+        """
+
+        def need(candidate: Candidate) -> int:
+            return self.least_per_trial(candidate, accumulation)
+
+        if all(self.pays(candidate, accumulation) for candidate in self.early):
+            return max((*self.early, *self.late), key=need)
+        return min(self.early, key=need)
 
     def least_budget(self, accumulation: int) -> int:
-        """Return the gradients by which every run of the first round has ``LEAST_UPDATES``."""
-        return self.parts * math.ceil(LEAST_UPDATES * self.costliest.gradients_per_update * accumulation)
+        """Return the gradients by which the first run of every candidate has enough updates."""
+        return self.parts * self.least_per_trial(self.neediest(accumulation), accumulation)
 
 
 class Tuning(NamedTuple):
@@ -234,14 +252,20 @@ def _plan(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: in
     while (needed := _rounds(rows, accumulation, enough).least_budget(accumulation)) > enough:
         enough = needed
     if enough > budget:
-        costliest = plan.costliest
-        updates = max(0, plan.per_trial // (costliest.gradients_per_update * accumulation))
+        neediest = plan.neediest(accumulation)
+        number, share = ("second", SHARE) if neediest in plan.late else ("first", 1)
+        updates = share * plan.per_trial // (neediest.gradients_per_update * accumulation)
         raise ValueError(
-            f"budget={budget:,} gradients give {updates} updates to each of "
-            f"{costliest.method.num_chains} chains of {costliest.name} in the first round, and {LEAST_UPDATES} are "
-            f"needed: give at least {enough:,} (budget, or --budget of hf-bayes), or in Python fewer candidates"
+            f"budget={budget:,} gradients give {updates} updates to each of {neediest.method.num_chains} chains of "
+            f"{neediest.name} in the {number} round, and {_least_updates(neediest)} are needed: give at least "
+            f"{enough:,} (budget, or --budget of hf-bayes), or in Python fewer candidates"
         )
     return plan
+
+
+def _least_updates(candidate: Candidate) -> int:
+    """Return the updates of the shortest run of a candidate."""
+    return max(LEAST_UPDATES, candidate.least_updates)
 
 
 def _rounds(rows: Sequence[Candidate], accumulation: int, budget: int) -> _Plan:
@@ -250,10 +274,9 @@ def _rounds(rows: Sequence[Candidate], accumulation: int, budget: int) -> _Plan:
     # a late candidate takes more of the budget, so that others may become late, too
     while plan.per_trial != budget // plan.parts:
         plan = plan._replace(per_trial=budget // plan.parts)
-        pays = [plan.per_trial >= c.least_updates * c.gradients_per_update * accumulation for c in plan.early]
-        if any(pays):
-            early = tuple(c for c, enough in zip(plan.early, pays, strict=True) if enough)
-            late = tuple(c for c, enough in zip(plan.early, pays, strict=True) if not enough)
+        early = tuple(candidate for candidate in plan.early if plan.pays(candidate, accumulation))
+        if early:
+            late = tuple(candidate for candidate in plan.early if candidate not in early)
             plan = plan._replace(early=early, late=(*plan.late, *late))
     return plan
 

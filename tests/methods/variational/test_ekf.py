@@ -110,6 +110,18 @@ def test_a_second_pass_is_refused() -> None:
         EKFConfig().build(problem(num_steps=5, update_fraction=None, batch_fraction=0.25, shapes={UNNAMED: (DIM,)}))
 
 
+@pytest.mark.parametrize(("rows", "batch", "updates"), [(200, 32, 7), (33, 32, 2), (320, 32, 10), (200, 32, 3)])
+def test_a_run_counts_no_row_twice(rows: int, batch: int, updates: int) -> None:
+    rule = EKFConfig(init_std=1e3).build(problem(num_steps=updates, update_fraction=batch / rows))
+    assert isinstance(rule, Rule)
+    state = rule.init(torch.zeros(1, DIM, dtype=torch.float64), [])
+    counted = 0.0
+    for _ in range(updates):
+        state, info = rule.update(state, Evaluation(torch.full((1,), rows), torch.zeros(1, DIM)), 1.0, [])
+        counted += float(info["log_lik"])
+    assert counted == pytest.approx(min(rows, updates * batch))  # without the last update, every row has its weight
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [

@@ -74,7 +74,19 @@ def test_a_late_candidate_can_make_another_one_late() -> None:
     assert planned(1, 1, 1, 1, 1, 100) == (list("abcdef"), [], 100)  # 2200 / (6 + 4 * 4)
     assert planned(1, 1, 1, 1, 1, 101) == (list("abcde"), ["f"], 88)  # 2200 / (5 + (4 + 1) * 4)
     assert planned(1, 1, 1, 1, 89, 101) == (list("abcd"), ["f", "e"], 78)  # 2200 / (4 + (4 + 2) * 4)
-    assert planned(441) == (["a"], [], 440)  # too short for all: the run says so
+    with pytest.raises(ValueError, match=r"440 updates .* in the first round, and 441 are needed: .* least 2,205 \("):
+        planned(441)
+
+
+@pytest.mark.parametrize("chains", [1, 4])
+def test_a_budget_pays_for_the_runs_of_the_second_round(chains: int) -> None:
+    args = runs.arguments(Path("unused"))
+    rows = [Candidate("a", MAPConfig()), Candidate("late", MAPConfig(num_chains=chains), least_updates=1001)]
+    least = -(-1001 * chains // 4) * 9  # the parts are 1 + 4 for "a", and 4 for "late"
+    short = r"give 1000 updates to each of \d chains of late in the second round, and 1001 are needed: "
+    with pytest.raises(ValueError, match=rf"{short}give at least {least:,} \("):
+        module._plan(rows, args, least - 1, 80)
+    assert module._plan(rows, args, least, 80).late == (rows[1],)
 
 
 @pytest.mark.parametrize("budget", [5, 200, 6000])
