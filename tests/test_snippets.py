@@ -166,6 +166,10 @@ def folder_as_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             commit_url="https://huggingface.co/user/x/commit/1", commit_message="", commit_description="", oid="1"
         )
 
+    def list_repo_files(self: HfApi, repo_id: str, **options: Any) -> list[str]:
+        return [path.relative_to(root / repo_id).as_posix() for path in (root / repo_id).rglob("*") if path.is_file()]
+
+    monkeypatch.setattr(HfApi, "list_repo_files", list_repo_files)
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", lambda repo_id, **options: str(root / repo_id))

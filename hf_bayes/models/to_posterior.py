@@ -83,7 +83,8 @@ def _fitted_prior(method: MethodConfig, layout: Layout, diagnostics: dict[str, A
     The std is one number, or {name: std}. A std for each element is recorded as its smallest, median and largest value.
     Several chains have a list of these.
     """
-    found = [note["prior_precision"] for note in diagnostics.get("laplace") or () if "prior_precision" in note]
+    notes = [note for note in diagnostics.get(method.name) or () if isinstance(note, dict)]
+    found = [note["prior_precision"] for note in notes if "prior_precision" in note]
     if not found:
         return None
     scope = method.to_dict().get("prior_scope")
