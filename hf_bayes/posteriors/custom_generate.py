@@ -83,7 +83,7 @@ def as_draws(posterior: Posterior, members: int | None = None) -> Posterior:
         chain = torch.tensor(stored)[torch.arange(len(theta)) * len(stored) // len(theta)]
     draws = Draws(theta, chain)
     fits = members is None or config.calibration.get("num_members") == len(theta)
-    if config.approximation == "draws" or not fits:  # figures, temperature and threshold are those of other members
+    if not fits:  # figures, temperature and threshold are those of other members
         return with_approximation(posterior, draws, prediction="members")
     plain = without_fits(posterior, [name for name in (*PREDICTIONS, DISTILLED) if name != "members"])
     changed = dataclasses.replace(

@@ -7,6 +7,7 @@ from tests.mutants.fault import Fault
 from tests.mutants.models_and_fits import MODELS_AND_FITS
 from tests.mutants.own_choices import OWN_CHOICES
 from tests.mutants.recommended import RECOMMENDED
+from tests.mutants.reviewed import REVIEWED
 
 
 def law(sampler: str) -> str:
@@ -343,5 +344,6 @@ FAULTS = (
     *RECOMMENDED,
     *CALIBRATION,
     *MODELS_AND_FITS,
+    *REVIEWED,
 )
 # fmt: on
