@@ -125,8 +125,8 @@ def running_statistics(model: nn.Module) -> dict[str, Tensor]:
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, by their names, without those of layers of batch normalisation."""
     stored, layers = model.state_dict().keys(), {path for path, _ in _layers(model)}
-    named = ((name, buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[0] not in layers)
-    return {name: buffer for name, buffer in named if name in stored}
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in named if name in stored and name.rpartition(".")[0] not in layers}
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

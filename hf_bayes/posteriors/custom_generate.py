@@ -21,9 +21,7 @@ from hf_bayes.posteriors.file_formats import MODEL_PREFIX
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.model_card import CUSTOM_GENERATE, write_card
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.posteriors.prediction_fits import with_approximation, without_fits
-from hf_bayes.posteriors.student import DISTILLED
-from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
+from hf_bayes.posteriors.prediction_fits import with_approximation
 
 _TEMPLATE = Path(__file__).parent / "templates" / "generate.py.jinja"
 _REQUIREMENTS = "torch\nsafetensors\ntransformers>=5.20\n"
@@ -81,16 +79,15 @@ def as_draws(posterior: Posterior, members: int | None = None) -> Posterior:
     chain = torch.zeros(len(theta), dtype=torch.int64)
     if stored := posterior.approximation.chains:
         chain = torch.tensor(stored)[torch.arange(len(theta)) * len(stored) // len(theta)]
-    draws = Draws(theta, chain)
-    fits = members is None or config.calibration.get("num_members") == len(theta)
-    if not fits:  # figures, temperature and threshold are those of other members
-        return with_approximation(posterior, draws, prediction="members")
-    plain = without_fits(posterior, [name for name in (*PREDICTIONS, DISTILLED) if name != "members"])
-    changed = dataclasses.replace(
-        plain.config, approximation="draws", num_members=len(theta), member_chains=chain.tolist(), prediction="members",
-        student={},
-    )  # fmt: skip
-    return dataclasses.replace(plain, approximation=draws, config=changed, student=None)
+    found = with_approximation(posterior, Draws(theta, chain), prediction="members")
+    kept: dict[str, Any] = {
+        name: fit
+        for name in ("calibration", "abstention")
+        if (fit := getattr(config, name)).get("prediction") == "members" and fit["num_members"] in (None, len(theta))
+    }
+    if members is None:  # the members that a Gaussian predicts with have its figures
+        kept["metrics"] = config.metrics
+    return dataclasses.replace(found, config=dataclasses.replace(found.config, **kept), student=None)
 
 
 def check_exportable(posterior: Posterior) -> None:

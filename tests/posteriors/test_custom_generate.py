@@ -99,12 +99,24 @@ def test_fewer_draws_are_evenly_spaced_over_the_chains(tmp_path: Path) -> None:
     assert found.config.member_chains == [0, 2]
 
 
-@pytest.mark.parametrize(("gaussian", "members", "kept"), [(False, 2, False), (True, 2, False), (True, 3, True)])
-def test_figures_of_other_members_are_left_out(gaussian: bool, members: int, kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gaussian", "fitted", "members", "kept"),
+    [
+        (False, 3, 2, set()),
+        (False, 2, 2, {"calibration"}),
+        (True, 3, None, {"metrics"}),  # a Gaussian predicts with 10 members
+        (True, 10, None, {"calibration", "metrics"}),
+        (True, 3, 3, {"calibration"}),
+    ],
+)
+def test_figures_of_other_members_are_left_out(
+    gaussian: bool, fitted: int, members: int | None, kept: set[str], tmp_path: Path
+) -> None:
     posterior = posterior_of("lora", tmp_path / "base", members=4, gaussian=gaussian)
-    config = dataclasses.replace(posterior.config, calibration=CALIBRATION, metrics={"nll": 2.0})
+    fits = {"calibration": CALIBRATION | {"num_members": fitted}, "metrics": {"nll": 2.0}}
+    config = dataclasses.replace(posterior.config, **fits)
     found = as_draws(dataclasses.replace(posterior, config=config), members).config
-    assert (found.calibration, found.metrics) == ((CALIBRATION, {"nll": 2.0}) if kept else ({}, {}))
+    assert {name: getattr(found, name) for name in fits} == {name: fits[name] if name in kept else {} for name in fits}
 
 
 def test_the_base_model_is_left_unchanged(tmp_path: Path) -> None:
