@@ -95,7 +95,7 @@ def test_methods_without_a_cold_limit_refuse_zero_temperature(row: Row) -> None:
 @pytest.mark.statistics
 def test_the_worked_example_of_the_documentation_keeps_its_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (REPOSITORY / "docs" / "add_a_method.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    source, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "shared_noise.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("shared_noise")

@@ -265,6 +265,7 @@ def test_push_uploads_no_checkpoints_and_no_pickles(tmp_path, monkeypatch):
         HfApi, "create_repo", lambda self, repo_id, **others: RepoUrl(f"https://huggingface.co/{repo_id}")
     )
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, repo_id, **others: [])
     trainer = runs.trainer(tmp_path, SGHMCConfig(), hub_model_id="user/x", save_strategy="steps", save_steps=3)
     trainer.train()
     (tmp_path / "training_args.bin").write_bytes(b"a pickle that may hold a token")
