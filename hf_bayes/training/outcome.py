@@ -176,6 +176,8 @@ class Outcome:
             try:
                 posterior = self.posterior = self._with_metrics(posterior, active)
             except Exception as error:  # the draws are worth more than their figures
+                if mesh.num_processes > 1:  # the others may wait in the evaluation for this process
+                    raise
                 host.warn("the posterior is saved without its metrics, because its evaluation failed: %s", error)
         sidecars = sidecars_of(active.setup.model, host.tokenizer)
         if sidecars != posterior.sidecars:  # a new posterior checks and hashes all of its draws

@@ -87,6 +87,9 @@ def test_a_failed_evaluation_loses_no_posterior(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patched:
         patched.setattr(type(trainer.bayesian), "evaluate_batch", fail)
         trainer.save_model()
+        patched.setattr(trainer.setup.mesh, "num_processes", 2)  # the other one may wait in the evaluation
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.save_model()
     assert "saved without its metrics, because its evaluation failed: out of memory" in caplog.text
     assert not Posterior.from_pretrained(tmp_path).config.metrics
     assert (trainer.callback_handler, trainer.compute_metrics) == kept

@@ -1,4 +1,4 @@
-"""Whether rows of a data set differ each time they are read, as with augmentation."""
+"""A check for rows that differ each time they are read, as with augmentation."""
 
 from __future__ import annotations
 
