@@ -94,7 +94,7 @@ SNIPPETS = {
     ("docs/evaluate.md", 0): Snippet(labelled_predictions),
     ("docs/harnesses.md", 0): Snippet(lambda: a_language_model("my-posterior")),
     ("docs/harnesses.md", 1): Snippet(lambda: a_language_model("my-posterior")),
-    ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
+    ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(9, seed=1)}),
     ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
     ("docs/laplace.md", 2): Snippet(lambda: a_classifier("my-classifier")),
     ("docs/laplace.md", 3): Snippet(lambda: a_language_model("my-language-model")),

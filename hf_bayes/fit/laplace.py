@@ -23,8 +23,10 @@ from hf_bayes.distributions.priors import build_prior
 from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_likelihood, check_sizes, require_rows
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.registry import METHODS
+from hf_bayes.metrics.calibration import MIN_TERMS, require_enough
 from hf_bayes.models.attaching import refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.calibrating import calibration_by_number, predicting_as_loaded, reason_without_temperature
 from hf_bayes.models.classification import problem_of
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
@@ -39,6 +41,7 @@ from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.likelihoods import Normal, lacks_of
 
@@ -82,7 +85,9 @@ def fit_laplace(
         noise_std: of a regression head; with ``fit_noise`` in the method None is 1, and it is learnt.
         likelihood: of the labels, such as ``Poisson()`` (docs/likelihoods.md); None is that of the head or posterior.
         tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a given posterior.
-        heldout: rows like ``data``, by which ``LaplaceConfig(fit_prior="heldout")`` fits the prior precision.
+        heldout: rows like ``data`` that were not used in training. They fit a temperature of the mixture, as in
+            ``fit_calibration``, and with ``LaplaceConfig(fit_prior="heldout")`` also the prior precision. For the prior
+            alone fewer rows are enough.
         seed: of labels drawn for the GGN, of draws that judge a prior.
     Raises:
         ValueError: before the pass, for a model, data or method that it cannot be made of; after it, if H + tau is
@@ -90,7 +95,7 @@ def fit_laplace(
     """
     config = _checked_config(method)
     require_seed(seed)
-    _refuse_to_choose(config, heldout)
+    _require_heldout(config, heldout)
     _check_data(data, heldout, batch_size, num_data, data_unit)
     with _as_bayesian(model, config, subspace, noise_std, likelihood) as bayesian:
         refuse_frozen_adapter(bayesian)
@@ -147,8 +152,10 @@ def _fit(
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
     check_likelihood(model, data, collate)
+    tempers = False
     if heldout is not None:
-        count(heldout, name="heldout", both_halves=config.requirements.heldout == "split")
+        num_terms, _ = count(heldout, name="heldout", both_halves=config.requirements.heldout == "split")
+        tempers = _takes_temperature(model, config, num_terms)
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, most, inherited, seed)
@@ -168,7 +175,7 @@ def _fit(
         plan = SpreadPlan(found.approximation, problem.prior, problem.shapes, config.prior_weight, True, _cost(data))
         fitted = config.fit_prior is not None or found.noise_std is not None
         spread = None if fitted else measure_spread(objective, plan, seed=seed)
-        return to_posterior(
+        posterior = to_posterior(
             model, found.approximation, config, subspace=subspace, num_data=total, data_unit=data_unit,
             tokenizer=tokenizer, seed=seed, diagnostics={**_judged(spread, theta, config), **found.report},
             prior=None if inherited is None else inherited.record,
@@ -176,6 +183,7 @@ def _fit(
     finally:
         model.likelihood = likelihood
         objective.close()
+    return _with_temperature(model, posterior, data_access, mesh) if tempers else posterior
 
 
 def _require_reference(model: BayesianModel, data: Any, collate: Callable[..., Any]) -> None:
@@ -211,16 +219,35 @@ def _judged(spread: InformedSpread | None, theta: Tensor, config: MethodConfig) 
     return {name: judged[name] for name in ("converged", "verdict", "epistemic_size", "temperature", *found)}
 
 
-def _refuse_to_choose(config: Any, heldout: Any) -> None:
-    if heldout is not None and config.fit_prior != "heldout":
-        raise ValueError(
-            f"heldout= is for LaplaceConfig(fit_prior='heldout'), got fit_prior={config.fit_prior!r}: set it, or leave "
-            "heldout out"
-        )
-    if config.fit_prior != "heldout":
-        return
-    if heldout is None:
+def _require_heldout(config: Any, heldout: Any) -> None:
+    if config.fit_prior == "heldout" and heldout is None:
         raise ValueError("fit_prior='heldout' fits by the rows of heldout=, got None: give them, or use 'evidence'")
+
+
+def _takes_temperature(model: BayesianModel, config: Any, num_terms: int) -> bool:
+    """Return whether a temperature of the mixture is to be fitted on held-out rows.
+
+    Raises:
+        ValueError: if the rows are of no use.
+    """
+    reason = reason_without_temperature(model)
+    if config.fit_prior == "heldout":
+        return reason is None and num_terms >= MIN_TERMS
+    if reason is not None:
+        raise ValueError(
+            f"heldout= fits a temperature of the mixture, and {reason}: leave heldout out, or let it choose the prior "
+            "by LaplaceConfig(fit_prior='heldout')"
+        )
+    require_enough(num_terms)
+    return True
+
+
+def _with_temperature(model: BayesianModel, posterior: Posterior, data: DataAccess, mesh: ChainMesh) -> Posterior:
+    """Return the posterior with a temperature for the predictions of a model that is loaded from it."""
+    assert data.heldout is not None
+    with torch.no_grad(), model.showing(posterior.members()), predicting_as_loaded(model, posterior):
+        found = calibration_by_number(model, data.heldout, range(data.num_heldout), mesh)
+    return with_temperature(posterior, found.to_dict())
 
 
 def _problem(

@@ -3,15 +3,65 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.metrics.calibration import NUM_GROUPS, Calibration, GroupSums, fit_calibration
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictors import Predictive, num_averaged
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.likelihoods import Normal
+
+
+def reason_without_temperature(model: BayesianModel) -> str | None:
+    """Return, in words, why no mixture of the model has a temperature; None if it can have one."""
+    if isinstance(model.likelihood, Normal) or getattr(model.likelihood, "num_classes", 0) is None:
+        return "the labels are numbers"
+    if not model.predicts_its_terms:
+        return "the rows are preferences, whose temperature is not that of the tokens which the posterior predicts"
+    return None
+
+
+@contextmanager
+def predicting_as_loaded(model: BayesianModel, posterior: Posterior) -> Iterator[None]:
+    """Predict as a model that is loaded from the posterior does, until the end of the block."""
+    before: tuple[Any, Any, bool] = model.posterior, model.predictor, model.calibrated
+    with model.current_members.restored():
+        try:
+            model.posterior, model.calibrated = posterior, True
+            model.predict_by(posterior.config.prediction)
+            if model.is_closed_form:  # members of a run are no part of it
+                model.show(None)
+            yield
+        finally:
+            model.posterior, model.predictor, model.calibrated = before
+
+
+def calibration_by_number(
+    model: BayesianModel,
+    batches: Callable[[Sequence[int]], Iterable[dict[str, Any]]],
+    rows: Sequence[int],
+    mesh: ChainMesh,
+) -> Calibration:
+    """Return the temperature of ``calibration_of``, with the members and the rows divided among processes.
+
+    Args:
+        batches: numbers of held-out rows -> these rows, in this order, in batches.
+        rows: the numbers of all rows to use.
+        mesh: the processes; each has the members of its chains, and those that share chains divide the rows.
+    """
+    return calibration_of(
+        model,
+        batches(rows[mesh.data_rank :: mesh.data_size]),
+        num_members=model.num_members * mesh.chain_size,
+        numbers=itertools.count(mesh.data_rank, mesh.data_size),
+        add_up=lambda sums: sums.copy_(mesh.sum_over_data(sums.to(mesh.device))),
+    )
 
 
 def calibration_of(

@@ -96,6 +96,7 @@ def run_curvature_pass(
             parameters. It is a ``NothingToExpand`` for data without terms or with gradients that are not finite, and an
             ``UnsupportedModule`` for a module that the pass cannot serve.
     """
+    spec = spec.of_model(model.layout.shapes)
     spec.check()
     spec.check_size(model.layout.dim, None, None)
     data = PassData(batches, num_rows, scale, seed, mesh, context)

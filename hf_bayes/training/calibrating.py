@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.metrics.calibration import Calibration, require_enough
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.calibrating import calibration_of
+from hf_bayes.models.calibrating import calibration_by_number, reason_without_temperature
 from hf_bayes.objectives.data_rows import is_stream
-from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.trainer_host import TrainerHost, heldout_name
-from hf_bayes.uncertainty.likelihoods import Normal
 
 LEAST_ROWS = 200
 """After any run the pass may take this many held-out rows. It may take more if that costs at most a tenth of the run's
@@ -41,10 +35,8 @@ def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
     """Return, in words, why a run has no temperature of its mixture; None if it can have one."""
     if host.args.calibrate is False:
         return "calibrate=False"
-    if isinstance(model.likelihood, Normal) or getattr(model.likelihood, "num_classes", 0) is None:
-        return "the labels are numbers"
-    if not model.predicts_its_terms:
-        return "the rows are preferences, whose temperature is not that of the tokens which the posterior predicts"
+    if reason := reason_without_temperature(model):
+        return reason
     if host.args.private_rows:
         return "private_rows keeps the rows of every process apart"
     if host.eval_dataset is None:
@@ -100,16 +92,10 @@ def calibrate(active: ActiveRun) -> Calibration | None:
     if reason_against(host, model) is not None:
         return None
     heldout = HeldOutData(host)
-    rows = _some_rows(len(heldout.rows), active)[mesh.data_rank :: mesh.data_size]
+    rows = _some_rows(len(heldout.rows), active)
     with torch.no_grad(), host.evaluation_autocast():
         try:
-            return calibration_of(
-                model,
-                heldout.by_number(rows),
-                num_members=model.num_members * mesh.chain_size,
-                numbers=itertools.count(mesh.data_rank, mesh.data_size),
-                add_up=lambda sums: sums.copy_(mesh.sum_over_data(sums.to(host.args.device))),
-            )
+            return calibration_by_number(model, heldout.by_number, rows, mesh)
         except ValueError as error:  # a finished run must not be lost
             tell = host.warn if host.args.calibrate else host.say
             tell("predictions are not calibrated: %s", error)
@@ -122,18 +108,3 @@ def _some_rows(count: int, active: ActiveRun) -> list[int]:
     members = active.setup.model.num_members * active.setup.mesh.chain_size
     most = max(LEAST_ROWS, int(0.3 * gradients / members))  # a gradient costs three forward passes
     return [number * count // min(count, most) for number in range(min(count, most))]
-
-
-@contextmanager
-def predicting_as_loaded(model: BayesianModel, posterior: Posterior) -> Iterator[None]:
-    """Predict as a model that is loaded from the posterior does, until the end of the block."""
-    before: tuple[Any, Any, bool] = model.posterior, model.predictor, model.calibrated
-    with model.current_members.restored():
-        try:
-            model.posterior, model.calibrated = posterior, True
-            model.predict_by(posterior.config.prediction)
-            if model.is_closed_form:  # members of a run are no part of it
-                model.show(None)
-            yield
-        finally:
-            model.posterior, model.predictor, model.calibrated = before

@@ -23,12 +23,11 @@ from hf_bayes.core.number_checks import is_count
 from hf_bayes.core.rng import generator
 from hf_bayes.methods.registry import from_dict, with_own_settings
 from hf_bayes.metrics.calibration import GroupSums
-from hf_bayes.models.calibrating import fit_to, heldout_sums
+from hf_bayes.models.calibrating import fit_to, heldout_sums, predicting_as_loaded
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.calibrating import predicting_as_loaded
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.repeated_runs import finished_run, require_repeatable
 from hf_bayes.training.trainer_host import TrainerHost, expected_updates

@@ -15,6 +15,7 @@ from huggingface_hub import CommitInfo, HfApi
 from hf_bayes.diagnostics.comparison import difference_std_error
 from hf_bayes.diagnostics.plausibility import is_implausible
 from hf_bayes.distributions.approximations import Draws
+from hf_bayes.models.calibrating import predicting_as_loaded
 from hf_bayes.models.to_posterior import sidecars_of, to_posterior
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.model_card import CardFields, author_fields, write_card
@@ -22,7 +23,7 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.calibrating import calibrate, predicting_as_loaded, report_length
+from hf_bayes.training.calibrating import calibrate, report_length
 from hf_bayes.training.checks.rows import refuse_overwritten_prior
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import EvaluationResult, Evaluator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes import BayesianModelForCausalLM, EnsembleConfig, LaplaceConfig, fit_laplace
+from hf_bayes import BayesianModelForCausalLM, EnsembleConfig, LaplaceConfig, fit_calibration, fit_laplace
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.fit import finished_models as module
 from hf_bayes.methods.laplace.supported import STRUCTURES
@@ -23,7 +24,7 @@ from tests.faults import posteriors
 from tests.faults.edits import edit_json, sign
 from tests.fit.fitted import LAST, NOISE, STD, fit, regression
 from tests.members.subject_models import bert_tagger
-from tests.runs import padding_collator, token_rows, trainer
+from tests.runs import label_rows, padding_collator, token_rows, trainer
 from tests.tiny_models import tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 
 
@@ -143,7 +144,12 @@ def test_sequence_unit_divides_the_curvature_by_the_mean_length() -> None:
     rows = token_rows([8, 4, 6])  # 7 + 3 + 5 terms
     stds = {
         unit: fit(
-            with_lora(tiny_llama()), rows, prior_std=1.0, data_unit=unit, collate=padding_collator()
+            with_lora(tiny_llama()),
+            rows,
+            prior_std=1.0,
+            data_unit=unit,
+            collate=padding_collator(),
+            structure="diagonal",
         ).approximation.stds[0]
         for unit in ("token", "sequence")
     }
@@ -221,13 +227,58 @@ def test_a_warm_start_hands_the_pass_on(tmp_path: Path) -> None:
     config = LaplaceConfig(prior_std=0.3, warm_start_steps=2)
     run = trainer(tmp_path / "out", config, max_steps=6)
     run.train()
-    assert run.posterior.approximation.kind == "gaussian"
+    assert run.posterior.approximation.kind == "gaussian_kronecker"
 
 
 def test_inference_mode_around_a_fit_changes_nothing() -> None:
     model, data, *_ = regression()
-    expected = fit(model, data, **LAST)
+    expected = fit(model, data, structure="diagonal", **LAST)
     with torch.inference_mode():
-        found = fit(model, data, **LAST)
+        found = fit(model, data, structure="diagonal", **LAST)
     stds = [posterior.approximation.covariances[0].std for posterior in (found, expected)]
     assert torch.equal(*stds)
+
+
+def too_sure(num_labels: int = 3) -> Any:
+    """A classifier whose labels are random, and whose logits are large."""
+    model = tiny_bert(num_labels=num_labels)
+    model.classifier.weight.data.mul_(100)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize(
+    ("build", "data", "options", "prediction"),
+    [
+        (too_sure, label_rows(80), {"subspace": "last_layer"}, "linearised"),
+        (lambda: with_lora(tiny_llama()), token_rows(12), {}, "members"),
+    ],
+    ids=["classes", "words"],
+)
+def test_held_out_rows_fit_a_temperature(
+    build: Any, data: list[dict[str, Any]], options: dict[str, Any], prediction: str
+) -> None:
+    model, rows = build(), data[:6]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = fit(model, rows, prior_std=0.01, **options)
+    found = fit(model, rows, prior_std=0.01, heldout=data, **options)
+    assert posteriors.equal(dataclasses.replace(found, config=plain.config), plain)
+    assert plain.config.calibration == {}
+    assert found.config.calibration["prediction"] == prediction
+    labelled = [{"labels" if name == "label" else name: value for name, value in row.items()} for row in data]
+    base = build().unload() if options == {} else build()
+    again = fit_calibration(plain, labelled, base_model=base).config.calibration
+    assert again.pop("prediction") == prediction
+    assert again == pytest.approx({name: found.config.calibration[name] for name in again}, rel=1e-5)
+    if prediction == "linearised":
+        assert again["temperature"] > 1.2
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP", "ignore:.*the draws are not better")
+def test_rows_that_choose_the_prior_fit_a_temperature_too() -> None:
+    chosen = {"fit_prior": "heldout", "subspace": "last_layer"}
+    rows = label_rows(60, seed=5)
+    posterior = fit(too_sure(), label_rows(20), heldout=rows, **chosen)
+    assert posterior.config.calibration["num_terms"] == 60
+    assert fit(too_sure(), label_rows(20), heldout=rows[:49], **chosen).config.calibration == {}

@@ -134,6 +134,18 @@ def test_held_out_halves_without_terms_are_refused() -> None:
     fit(model, data, heldout=odd, fit_prior="heldout", check_gradient=False)  # one precision: all rows determine it
 
 
+def test_held_out_rows_that_fit_no_temperature_are_refused() -> None:
+    model, data, *_ = regression()
+    with pytest.raises(ValueError, match="a temperature of the mixture, and the labels are numbers: leave heldout out"):
+        fit(model, data, heldout=data, **LAST)
+    model, data = tiny_bert(num_labels=3), label_rows(50)
+    calls: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda *args: calls.append(1))
+    with pytest.raises(ValueError, match="held-out rows with at least 50 labels, got 49"):
+        fit(model, data[:4], heldout=data[1:], subspace="last_layer", check_gradient=False)
+    assert calls == []  # before the pass
+
+
 def test_noise_beside_a_model_that_has_its_own_is_refused() -> None:
     model, data, *_ = regression()
     words = rf"noise_std=2.0 is for a plain model: .* own \({NOISE}\)"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import default_data_collator
 
-from hf_bayes import LaplaceConfig, fit_laplace
+from hf_bayes import LaplaceConfig, Posterior, fit_laplace
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.fit import laplace as laplace_fit
 from hf_bayes.members.mesh import ChainMesh
@@ -76,13 +76,18 @@ def _of_a_classifier(mesh: ChainMesh) -> dict[str, Tensor]:
 
 
 def _of_a_fit(mesh: ChainMesh) -> dict[str, Tensor]:
+    def posterior(structure: str, **options: Any) -> Posterior:
+        model, method = with_lora(tiny_gpt2(dtype=torch.float64)), LaplaceConfig(structure=structure, prior_std=0.5)
+        return fit_laplace(model, _token_rows(), method, collate=runs.padding_collator(), batch_size=2, **options)
+
     with unittest.mock.patch.object(laplace_fit, "ChainMesh", return_value=mesh):
-        method = LaplaceConfig(structure="kronecker", prior_std=0.5)
-        model = with_lora(tiny_gpt2(dtype=torch.float64))
-        posterior = fit_laplace(model, _token_rows(), method, collate=runs.padding_collator(), batch_size=2)
-    approximation, (note,) = posterior.approximation, posterior.config.diagnostics["laplace"]
+        kfac = posterior("kronecker")
+        # draws of K-FAC depend on the signs of eigenvectors, and so on rounding; a deaf process has enough terms, too
+        calibration = posterior("diagonal", heldout=runs.token_rows(32, seed=5)).config.calibration
+    (note,) = kfac.config.diagnostics["laplace"]
     found = [note[key] for key in ("log_lik", "log_evidence", "gradient_norm", "displacement")]
     return {
-        "fit": torch.linalg.inv(dense(approximation.covariances[0], approximation.means)),
+        "fit": torch.linalg.inv(dense(kfac.approximation.covariances[0], kfac.approximation.means)),
         "fit/note": torch.tensor(found, dtype=torch.float64),
+        "fit/calibration": torch.tensor([calibration[key] for key in ("num_terms", "nll", "temperature")]).double(),
     }

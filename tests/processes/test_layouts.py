@@ -159,11 +159,13 @@ def test_different_rows_on_processes_that_share_a_chain_matter(launches):
 def test_a_laplace_pass_on_shared_rows_equals_one_process(launches, processes):
     found, expected = launches[processes].find("look/"), launches[1].find("look/")
     # seven combinations with gradients and sums, a classifier's full GGN and Hessian, what fit_laplace makes and says
-    assert len(found) == 32
+    assert len(found) == 33
     for name, values in found.items():
         assert len(values) == processes
         for value in values:
-            torch.testing.assert_close(value, expected[name][0], rtol=1e-9, atol=1e-9, msg=name)
+            # the search for log t ends within 1e-8 (scipy's xatol)
+            tolerance = 1e-7 if name == "look/fit/calibration" else 1e-9
+            torch.testing.assert_close(value, expected[name][0], rtol=tolerance, atol=tolerance, msg=name)
     for name, values in launches[processes].find("deaf/").items():  # the twin: without sums it sees its own rows
         whole = expected[name.replace("deaf", "look")][0]
         assert min(float((value - whole).norm() / whole.norm()) for value in values) > 0.1, name

@@ -66,7 +66,8 @@ class LaplaceConfig(MethodConfig):
         estimator: "ggn", "ef_sequence", "ef_token" or "hessian". The curvature of an energy of ``sample`` is always
             its Hessian.
         structure: "diagonal", "kronecker", "kronecker_corrected", "low_rank" or "full"; of an energy, "diagonal",
-            "low_rank" (by Lanczos, see ``laplace.low_rank_hessian``) or "full".
+            "low_rank" (by Lanczos, see ``laplace.low_rank_hessian``) or "full". None is "kronecker" (K-FAC) for a model
+            whose factors hold at most ``supported.MAX_FACTORS`` numbers, and else "diagonal".
         num_samples: number of label draws ("ggn") or random signs ("ef_token") per row. None is exact, and takes a
             backward pass for each term and each output (each class but one). "ggn" is exact in any case where that is
             no more than ``num_samples`` passes (for rows with one number, with one of two classes, or a preference),
@@ -96,7 +97,7 @@ class LaplaceConfig(MethodConfig):
     num_chains: int = 1
     init_jitter: float = 0.0
     estimator: str = "ggn"
-    structure: str = "diagonal"
+    structure: str | None = None
     num_samples: int | None = 1
     sharing: str = "expand"
     max_factor: int = 4096
@@ -124,7 +125,7 @@ class LaplaceConfig(MethodConfig):
             )
         self._check_choice("prior", self.prior, ("gaussian", "he"))
         self._check_choice("estimator", self.estimator, ESTIMATORS)
-        self._check_choice("structure", self.structure, STRUCTURES)
+        self._check_choice("structure", self.structure, (None, *STRUCTURES))
         self._check_choice("sharing", self.sharing, ("expand", "reduce"))
         if self.fit_prior is not None:
             self._check_choice("fit_prior", self.fit_prior, ("evidence", "heldout"))
@@ -222,7 +223,8 @@ class LaplaceConfig(MethodConfig):
         """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""
         found = self.around(theta, passes, problem)
         fallbacks = found.report["laplace"][0].get("diagonal", {})  # the same tensors in all chains
-        if words := diagonal_warning(fallbacks, self.structure, problem.shapes):
+        # without a structure the diagonal is as good as asked for
+        if self.structure and (words := diagonal_warning(fallbacks, self.structure, problem.shapes)):
             warnings.warn(words)
         return found
 

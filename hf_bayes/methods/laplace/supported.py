@@ -26,12 +26,16 @@ CHEAP_VJPS = 16
 """The largest number of backward passes per batch for which a full matrix is exact, whatever ``num_samples`` says. From
 one drawn label of each row it would have rank N, and its inverse be too wide: docs/results/golds.md."""
 
+MAX_FACTORS = 2**26
+"""The largest number of elements in all Kronecker factors of a chain, 256 MiB, for which K-FAC is the default. A LoRA
+factor [8, 4096] has 32,768 elements, and its own Kronecker factors have 16.8 million."""
+
 STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
 
 BIASES = ("diagonal", "factor")
 
 ENERGY_STRUCTURES = ("diagonal", "low_rank", "full")
-"""The structures of the Hessian of a user's energy."""
+"""The structures of the Hessian of a user's energy; the first is the default."""
 
 _NO_SUM = "K-FAC is made of outer products of inputs and output gradients, a Hessian is no sum of such"
 _UNDEFINED = {
@@ -66,7 +70,7 @@ class CurvatureSpec:
 
     Attributes:
         estimator: one of ``ESTIMATORS``.
-        structure: one of ``STRUCTURES``.
+        structure: one of ``STRUCTURES``; None leaves the choice to ``of_model``.
         num_samples: number of draws of labels or signs; None is exact.
         sharing: "expand" or "reduce": how K-FAC treats positions.
         max_factor: longest side of a Kronecker factor that is not diagonal.
@@ -76,7 +80,7 @@ class CurvatureSpec:
     """
 
     estimator: str = "ggn"
-    structure: str = "diagonal"
+    structure: str | None = None
     num_samples: int | None = 1
     sharing: str = "expand"
     max_factor: int = 4096
@@ -92,22 +96,36 @@ class CurvatureSpec:
         """
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {self.estimator!r}")
-        if self.structure not in STRUCTURES:
+        if self.structure not in (None, *STRUCTURES):
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {self.structure!r}")
         if self.sharing not in ("expand", "reduce"):
             raise ValueError(f"sharing must be 'expand' or 'reduce', got {self.sharing!r}")
         if self.bias not in BIASES:
             raise ValueError(f"bias must be one of {', '.join(BIASES)}, got {self.bias!r}")
-        if self.bias == "factor" and not self.structure.startswith("kronecker"):
+        structure = self.structure or ("diagonal" if self.estimator == "hessian" else "kronecker")
+        if self.bias == "factor" and not structure.startswith("kronecker"):
             raise ValueError(
-                f"bias='factor' is a Kronecker factor, which structure={self.structure!r} does not have: leave it out, "
+                f"bias='factor' is a Kronecker factor, which structure={structure!r} does not have: leave it out, "
                 "or use structure='kronecker'"
             )
-        if self.estimator == "hessian" and self.structure in _UNDEFINED:
+        if self.estimator == "hessian" and structure in _UNDEFINED:
             raise ValueError(
-                f"there is no structure={self.structure!r} of estimator='hessian': {_UNDEFINED[self.structure]}. Use "
+                f"there is no structure={structure!r} of estimator='hessian': {_UNDEFINED[structure]}. Use "
                 "structure 'full' or 'diagonal', or estimator='ggn'"
             )
+
+    def of_model(self, shapes: Sequence[tuple[int, ...]]) -> CurvatureSpec:
+        """Return the combination with a structure that suits random parameters of these shapes, if it has none.
+
+        That is K-FAC if there is a matrix and the factors hold at most ``MAX_FACTORS`` numbers, and else the diagonal.
+        A Hessian has no factors.
+        """
+        if self.structure is not None:
+            return self
+        sides = [side for shape in shapes if len(shape) == 2 for side in shape if side <= self.max_factor]
+        fits = bool(sides) and sum(side * side for side in sides) <= MAX_FACTORS
+        factored = self.estimator != "hessian" and (fits or self.bias == "factor")
+        return replace(self, structure="kronecker" if factored else "diagonal")
 
     def check_size(self, dim: int, most_terms: int | None, root_columns: int | None) -> None:
         """Check that the curvature does not take too much time or memory.
@@ -165,7 +183,7 @@ class CurvatureSpec:
                 refusal=f"estimator={self.estimator!r} sums over likelihood terms, which an energy does not have. Its "
                 "curvature is its Hessian: leave estimator out"
             )
-        if self.structure not in ENERGY_STRUCTURES:
+        if self.structure not in (None, *ENERGY_STRUCTURES):
             return EnergyLimits(
                 refusal=f"structure={self.structure!r} is made of the inputs and outputs of modules, which an energy "
                 f"does not have: choose one of {', '.join(ENERGY_STRUCTURES)}"
@@ -199,6 +217,7 @@ class CurvatureSpec:
 
     def accumulator(self, layout: Layout, like: Tensor, layers: Sequence[Layer]) -> tuple[Accumulator, dict[str, str]]:
         """Return the accumulator of the structure, and {parameter: the reason for a diagonal in its place}."""
+        assert self.structure is not None  # ``of_model``
         if self.structure.startswith("kronecker"):
             kronecker = KroneckerSum(
                 layout, like, layers, sharing=self.sharing, max_factor=self.max_factor, bias=self.bias

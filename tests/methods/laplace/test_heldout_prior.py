@@ -223,7 +223,7 @@ def test_a_mapping_has_one_factor_for_each_expression() -> None:
         (
             {"fit_prior": "evidence"},
             {"heldout": label_rows(2)},
-            r"heldout= is for LaplaceConfig\(fit_prior='heldout'\)",
+            "heldout= fits a temperature of the mixture, and the labels are numbers",
         ),
         ({"fit_prior": "heldout"}, {}, "fits by the rows of heldout=, got None"),
         ({"fit_prior": "heldout"}, {"heldout": label_rows(1)}, "at least 2 rows, got 1"),

@@ -175,6 +175,8 @@ def brute_force_theta(made: brute_force.Problem) -> torch.Tensor:
 
 def test_a_bias_factor_needs_a_kronecker_structure() -> None:
     with pytest.raises(ValueError, match="bias='factor' is a Kronecker factor, which structure='diagonal' does not"):
-        LaplaceConfig(bias="factor")
+        LaplaceConfig(bias="factor", structure="diagonal")
+    with pytest.raises(ValueError, match="bias='factor' is a Kronecker factor, which structure='diagonal' does not"):
+        LaplaceConfig(bias="factor", estimator="hessian")
     with pytest.raises(ValueError, match="bias must be one of diagonal, factor, got 'dense'"):
         LaplaceConfig(bias="dense", structure="kronecker")

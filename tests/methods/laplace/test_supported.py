@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_bayes.methods.laplace.estimators import ESTIMATORS
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec, table
@@ -84,3 +85,31 @@ def test_a_ggn_is_exact_where_that_takes_few_more_passes(
 ) -> None:
     found = spec.exact_if_cheap(most_terms, root_columns, frozenset(lacks))
     assert found == (replace(spec, num_samples=None) if exact else spec)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "changes", "structure"),
+    [
+        ([(3, 4), (3,)], {}, "kronecker"),
+        ([(3, 4), (3,)], {"structure": "diagonal"}, "diagonal"),
+        ([(12,), (3, 4, 2)], {}, "diagonal"),  # no matrix
+        ([(3, 4)], {"estimator": "hessian"}, "diagonal"),
+        ([(8, 4096)] * 3, {}, "kronecker"),
+        ([(8, 4096)] * 4, {}, "diagonal"),  # 2^26 numbers for the long sides alone
+        ([(8, 4096)] * 4, {"max_factor": 4095}, "kronecker"),
+        ([(8, 4096)] * 4, {"bias": "factor"}, "kronecker"),
+    ],
+)
+def test_the_default_is_kfac_where_its_factors_fit(
+    shapes: list[tuple[int, ...]], changes: dict[str, Any], structure: str
+) -> None:
+    spec = CurvatureSpec(**changes)
+    assert spec.of_model(shapes) == replace(spec, structure=structure)
+
+
+@pytest.mark.parametrize(("given", "same"), [({}, "kronecker"), ({"estimator": "hessian"}, "diagonal")])
+def test_a_pass_without_a_structure_takes_the_default(given: dict[str, str], same: str) -> None:
+    made, _ = evaluated("bert", "head", "classes")
+    found, expected = (run(made, **given, **structure).curvature for structure in ({}, {"structure": same}))
+    assert type(found) is type(expected)
+    assert torch.equal(found.diagonal, expected.diagonal)
