@@ -108,13 +108,16 @@ def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
     Returns:
         The value of each metric, by name.
     Raises:
-        ValueError: if there are no rows, arrays differ in length, or a value is NaN. Remove padding first.
+        ValueError: if there are no rows, arrays differ in length, a value is NaN, or there is ``confidence`` without
+            ``correct``. Remove padding first.
     """
     arrays = {name: np.asarray(values, dtype=np.float64) for name, values in statistics.items()}
     shapes = {array.shape for array in arrays.values()}
     if len(shapes) != 1 or len(shape := shapes.pop()) != 1 or shape[0] == 0:
         found = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         raise ValueError(f"statistics must be non-empty vectors of one length, got {found or 'none'}")
+    if "confidence" in arrays and "correct" not in arrays:
+        raise ValueError(f"confidence needs correct beside it, for the ece; got {', '.join(arrays)}")
     summary: dict[str, float] = {}
     for name, array in arrays.items():
         if name == "nll":

@@ -104,6 +104,7 @@ def test_a_density_has_an_nll_alone() -> None:
         ({"nll": [1.0, math.nan]}, "nll are not finite"),
         ({"nll": [1.0], "epistemic": [math.nan]}, "epistemic are not finite"),
         ({"correct": [math.nan, 1.0]}, "correct are not finite"),
+        ({"nll": [1.0], "confidence": [0.5]}, "confidence needs correct beside it, for the ece; got nll, confidence"),
     ],
 )
 def test_summaries_of_nothing_or_of_padding_are_refused(statistics: dict[str, list[float]], message: str) -> None:
