@@ -43,7 +43,7 @@ def loaded(settings: Settings, where: str) -> BayesianModelForCausalLM:
     subject = settings.subject
     model, subspace = (subject.plain(), "last_layer") if where == HEAD else (subject.trainable(where), "trainable")
     rows = [{"input_ids": row, "labels": row} for row in tokens(model, ROWS, LENGTH).tolist()]
-    method = LaplaceConfig(estimator="ef_sequence", prior_std=0.02, check_gradient=False)
+    method = LaplaceConfig(structure="diagonal", estimator="ef_sequence", prior_std=0.02, check_gradient=False)
     with TemporaryDirectory() as directory:
         fit_laplace(model, rows, method, subspace=subspace).save_pretrained(directory)
         return BayesianModelForCausalLM.from_pretrained(
