@@ -40,7 +40,7 @@ from hf_bayes import (
 from hf_bayes.cli.evaluation.case import evaluate
 from hf_bayes.core.config import MODE_PRIOR_SCALE
 from hf_bayes.metrics.evaluation import evaluation_results, row_means
-from hf_bayes.training.calibrating import predicting_as_loaded
+from hf_bayes.models.calibrating import predicting_as_loaded
 from hf_bayes.training.tuning.candidates import PLAIN, Candidate, default_candidates
 from scripts.reproduce.recommend_tasks import LAST, Task, clinc, debian, shakespeare, tags
 from scripts.reproduce.report import as_text, continued, paired_difference, spread, table
