@@ -15,15 +15,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.decoding import Decoding, score
+from hf_bayes.models.decoding import Decoding, score, token_types_beside
 from hf_bayes.models.language.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.language.generation_refusals import refuse
-from hf_bayes.models.language.token_uncertainty import Scores
+from hf_bayes.models.language.kept_positions import LogitsToKeep, kept_positions, num_last_kept
+from hf_bayes.models.language.token_uncertainty import GenerationTrace, Scores
 from hf_bayes.models.prediction.distilled import DistilledTokens
 from hf_bayes.models.prediction.tokens import MemberTokens, TokenPredictor, token_predictor
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Predictive, Reader, Readings
-from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
+from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state, refuse_layer_outputs
 from hf_bayes.models.single_pass.predictors import SinglePassTokens
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Categorical, next_tokens, refuse_labels
@@ -181,41 +182,46 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: LogitsToKeep = 0,
         *,
         theta: Tensor | None = None,
         folded: bool = False,
         **kwargs: Any,
-    ) -> BayesianCausalLMOutput | MemberLogLik:
+    ) -> BayesianCausalLMOutput | tuple[Any, ...] | MemberLogLik:
         """Return the mixture of all members; with ``theta``, the members' log-likelihoods for training (``log_lik``).
 
         Args:
             labels: [B, T]; the loss is the mean negative log-likelihood of the mixture over its terms.
-            logits_to_keep: as in transformers: the last k positions, or a tensor of positions; 0 means all.
+            logits_to_keep: as in transformers: the last k positions, a slice or a tensor of positions; 0 means all.
         Returns:
-            Logits [B, T, V] (float32) and uncertainties [B, T].
+            Logits [B, T, V] (float32) and uncertainties [B, T]; with ``return_dict=False`` as a tuple.
         Raises:
             ValueError: for outputs that have no meaning for a mixture (hidden states, attentions), and for inputs that
                 ``InputCheck`` refuses.
         """
-        if kwargs.pop("output_hidden_states", None) or kwargs.pop("output_attentions", None):
-            raise ValueError("hidden states and attentions differ from member to member: ask members of `model.core`")
-        for name in ("return_dict", "num_items_in_batch"):
-            kwargs.pop(name, None)
+        refuse_layer_outputs(kwargs)
+        as_tuple = kwargs.pop("return_dict", None) is False
+        kwargs.pop("num_items_in_batch", None)
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
                  "inputs_embeds": inputs_embeds, "use_cache": use_cache}  # fmt: skip
         inputs = {**{k: v for k, v in named.items() if v is not None}, **kwargs}
         self.refuse_unknown_inputs(inputs)
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
-        self.decoding.check_step(self.check_inputs, inputs, past_key_values)
-        return self._answer(inputs, past_key_values, labels, logits_to_keep)
+        trace = self.decoding.check_step(self.check_inputs, inputs, past_key_values)
+        output = self._answer(inputs, past_key_values, labels, logits_to_keep, trace)
+        return output.to_tuple() if as_tuple else output
 
     @predicts
     def _answer(
-        self, inputs: dict[str, Any], cache: Any, labels: Tensor | None, logits_to_keep: int | Tensor
+        self,
+        inputs: dict[str, Any],
+        cache: Any,
+        labels: Tensor | None,
+        keep: LogitsToKeep,
+        trace: GenerationTrace | None,
     ) -> BayesianCausalLMOutput:
-        """Return the output of ``forward`` for the mixture."""
+        """Return the output of ``forward`` for the mixture, and record it in ``trace`` if there is one."""
         if not self.predictor.keeps_caches:
             if cache is not None:
                 raise ValueError(
@@ -223,13 +229,13 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                     "whole text, without a cache; generate does so by itself. linearise(None) goes back to members"
                 )
             inputs = {**inputs, "use_cache": False}
-        num_kept = logits_to_keep if isinstance(logits_to_keep, int) and self.predictor.cuts_feed_forward else 0
+        num_kept = num_last_kept(keep) if self.predictor.cuts_feed_forward else 0
         with self.predictor.open(self):
             states = self.causal.hidden_of_last(self, inputs, cache, num_kept)
             rows, length, device = states.num_rows, states.hidden.shape[1], states.hidden.device
-            steps = _kept(logits_to_keep, length, device)
+            steps = kept_positions(keep, length, device)
             positions = (torch.arange(rows, device=device)[:, None] * length + steps).flatten()
-            flat = self._predict(states, positions)
+            flat = self._predict(states, positions, trace)
         outputs: dict[str, Any] = {name: value.view(rows, len(steps), *value.shape[1:]) for name, value in flat.items()}
         loss = None
         if labels is not None:
@@ -239,10 +245,9 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             loss = -self.likelihood.log_prob(outputs["logits"], targets).sum() / terms.sum().clamp_min(1)
         return BayesianCausalLMOutput(loss=loss, past_key_values=states.cache, **outputs)
 
-    def _predict(self, states: HiddenStates, positions: Tensor) -> dict[str, Tensor]:
+    def _predict(self, states: HiddenStates, positions: Tensor, trace: GenerationTrace | None) -> dict[str, Tensor]:
         """Return the mixture's logits [n, V] and its uncertainties [n] at flat positions, by name."""
         pieces: list[dict[str, Tensor]] = []
-        trace = self.decoding.trace
         for _, found in self.predictor.predict(self, states, positions):
             pieces.append({"logits": found.logits, **found.parts})
             if trace is not None:
@@ -299,7 +304,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         Args:
             prompt: the arguments of the ``generate`` call that produced them, with ``input_ids``.
         """
-        return {}
+        return token_types_beside(prompt, sequences)
 
     # -- generate's own hooks -----------------------------------------------------------------------------------------
 
@@ -307,9 +312,11 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """Refuse ``generate_batch`` of transformers, because its paged cache joins the tokens of many rows."""
         refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
 
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        cast(Any, self.core)._validate_model_kwargs(model_kwargs)  # only its signatures name all inputs
+
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        prepared: dict[str, Any] = cast(Any, self.core).prepare_inputs_for_generation(*args, **kwargs)
-        return prepared
+        return self.decoding.expect_step(cast(Any, self.core).prepare_inputs_for_generation(*args, **kwargs))
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         return self.decoding.reorder(self._num_cached, past_key_values, beam_idx)
@@ -340,10 +347,3 @@ def _joined(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     if len(pieces) == 1:
         return pieces[0]
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
-def _kept(logits_to_keep: int | Tensor, length: int, device: torch.device) -> Tensor:
-    steps = torch.arange(length, device=device)
-    if isinstance(logits_to_keep, Tensor):
-        return logits_to_keep.to(device)
-    return steps[-logits_to_keep:] if logits_to_keep else steps

@@ -17,6 +17,7 @@ from hf_bayes.models.prediction.distilled import DistilledPredictor
 from hf_bayes.models.prediction.inputs import InputPredictor, LinearisedPredictor, MemberPredictor, member_outputs
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
+from hf_bayes.models.refusals import refuse_layer_outputs
 from hf_bayes.models.single_pass.backward import input_predictor
 from hf_bayes.models.text_pairs import GroupCheck, flattened, grouped, holds_groups
 from hf_bayes.uncertainty.custom.adapted import Adapted
@@ -137,7 +138,7 @@ class BayesianClassifier(BayesianModel):
 
     def forward(
         self, labels: Tensor | None = None, *, theta: Tensor | None = None, folded: bool = False, **inputs: Any
-    ) -> BayesianClassifierOutput | MemberLogLik:
+    ) -> BayesianClassifierOutput | MemberLogLik | tuple[Any, ...]:
         """Return the mixture of all members; with ``theta``, the members' log-likelihoods for training (``log_lik``).
 
         Args:
@@ -148,16 +149,20 @@ class BayesianClassifier(BayesianModel):
             inputs: inputs of the wrapped model.
         Returns:
             Log-probabilities [B, ..., C] of the mixture with uncertainties [B, ...] in nats. For a regression, means
-            [B, C] with standard deviations [B, C] in units of the labels. For several labels, logits [B, C].
+            [B, C] with standard deviations [B, C] in units of the labels. For several labels, logits [B, C]. With
+            ``return_dict=False`` a tuple.
         Raises:
-            ValueError: for inputs that ``InputCheck`` refuses, and labels that do not fit.
+            ValueError: for outputs that have no meaning for a mixture (hidden states, attentions), for inputs that
+                ``InputCheck`` refuses, and labels that do not fit.
         """
-        for name in ("return_dict", "num_items_in_batch", "output_hidden_states", "output_attentions"):
-            inputs.pop(name, None)
+        refuse_layer_outputs(inputs)
+        as_tuple = inputs.pop("return_dict", None) is False
+        inputs.pop("num_items_in_batch", None)
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
         self.check_inputs(inputs)
-        return self._answer(inputs, labels)
+        output = self._answer(inputs, labels)
+        return output.to_tuple() if as_tuple else output
 
     @predicts
     def _answer(self, inputs: dict[str, Any], labels: Tensor | None) -> BayesianClassifierOutput:

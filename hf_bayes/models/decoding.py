@@ -14,7 +14,7 @@ from hf_bayes.members.cache import reorder_cache, require_rows
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.input_check import SHORTEN, InputCheck, require_ids
 from hf_bayes.models.language.causal_members import CausalMembers
-from hf_bayes.models.language.generation_refusals import refuse_unsupported
+from hf_bayes.models.language.generation_refusals import refuse_static_cache, refuse_unsupported
 from hf_bayes.models.language.token_uncertainty import (
     GenerationTrace,
     Scores,
@@ -54,12 +54,13 @@ class Decoding:
     """The state of ``generate`` beside the model, its checks, and its records. The model is given in each call.
 
     Attributes:
-        trace: the record of the ``generate`` that runs; None outside of one.
+        trace: the record of the ``generate`` that runs, the innermost one; None outside of one.
     """
 
     def __init__(self, causal: CausalMembers) -> None:
         self.causal = causal
         self.trace: GenerationTrace | None = None
+        self._ids_of_step: Tensor | None = None  # the input_ids of the step of generate that comes next
 
     # -- generate -----------------------------------------------------------------------------------------------------
 
@@ -75,7 +76,8 @@ class Decoding:
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         kwargs = _checked(model, prompt, kwargs)
         group = model.member_group
-        self.trace = trace = GenerationTrace(group)
+        outer, self.trace = self.trace, GenerationTrace(group)  # a logits processor may generate, too
+        trace = self.trace
         trace.prompt_mask = kwargs.get("attention_mask")
         group.agree_on_randomness()
         if isinstance(streamer := kwargs.get("streamer"), TraceStreamer):
@@ -83,7 +85,7 @@ class Decoding:
         try:
             output = by_host(inputs, **kwargs)
         finally:
-            self.trace = None
+            self.trace, self._ids_of_step = outer, None
         if isinstance(output, Tensor):
             return output
         if prompt is None:
@@ -94,15 +96,28 @@ class Decoding:
 
     # -- during a generate ---------------------------------------------------------------------------------------------
 
-    def check_step(self, check_inputs: InputCheck, inputs: dict[str, Any], cache: Any) -> None:
-        """Check the inputs of a forward pass, or record the token of the last one if ``generate`` runs."""
-        ids = inputs.get("input_ids")
-        if self.trace is not None and ids is not None:
-            self.trace.chosen(ids[:, -1])
-        elif ids is not None and cache is not None:
+    def expect_step(self, prepared: dict[str, Any]) -> dict[str, Any]:
+        """Remember the inputs that ``generate`` has prepared for its next forward pass, and return them."""
+        self._ids_of_step = None if self.trace is None else prepared.get("input_ids")
+        return prepared
+
+    def check_step(self, check_inputs: InputCheck, inputs: dict[str, Any], cache: Any) -> GenerationTrace | None:
+        """Check the inputs of a forward pass. Return the trace that records it if it is a step of ``generate``.
+
+        Logits processors, stopping criteria and streamers may call the model between two steps. These passes draw no
+        token of the text.
+        """
+        ids: Any = inputs.get("input_ids")
+        trace, is_step = self.trace, ids is not None and ids is self._ids_of_step
+        if trace is not None and is_step:
+            self._ids_of_step = None
+            trace.chosen(ids[:, -1])
+            return trace
+        if ids is not None and cache is not None:
             require_ids(ids)  # a step of the caller's own decoding loop, which must not wait for the device
-        elif self.trace is None:
+        else:
             check_inputs(inputs)
+        return None
 
     def remember_mask(self, mask: Tensor) -> Tensor:
         """Record the attention mask that transformers finds for a prompt without one."""
@@ -164,6 +179,19 @@ def score(
     return Scores(*map(torch.cat, zip(*found, strict=True)))
 
 
+def token_types_beside(prompt: dict[str, Any], sequences: Tensor) -> dict[str, Tensor]:
+    """Return the ``token_type_ids`` of ``sequences`` [rows, T] if the prompt has any, by name.
+
+    As in ``generate``, a new token has the type of the prompt's last token.
+    """
+    types = prompt.get("token_type_ids")
+    if types is None:
+        return {}
+    num_new = sequences.shape[1] - types.shape[1]
+    types = torch.cat([types, types[:, -1:].expand(-1, num_new)], 1)
+    return {"token_type_ids": types.repeat_interleave(len(sequences) // len(types), 0)}
+
+
 def _score_rows(model: ModelOfText, input_ids: Tensor, attention_mask: Tensor, first: int, **others: Any) -> Scores:
     mask = attention_mask
     rows, length = input_ids.shape
@@ -186,6 +214,8 @@ def _checked(model: ModelOfText, prompt: Any, kwargs: dict[str, Any]) -> dict[st
     if kwargs.get("use_cache", True) is None:  # None would put the whole text into the cache anew
         del kwargs["use_cache"]
     refuse_unsupported(kwargs, model.generation_config, prompt)
+    if not model.predictor.fills_static_caches:
+        refuse_static_cache(kwargs, model.generation_config)
     # the mask is longer than a prompt whose beginning is in a cache
     mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
     model.check_inputs({"input_ids": prompt, "attention_mask": mask}, advice=SHORTEN)

@@ -74,9 +74,6 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
 
     # -- generate's own hooks -------------------------------------------------------------------------------------
 
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        cast(Any, self.core)._validate_model_kwargs(model_kwargs)
-
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
         positions: Tensor = cast(Any, self.core)._prepare_position_ids_for_generation(*args, **kwargs)
         return positions

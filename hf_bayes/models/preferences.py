@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.core.compat import num_writes
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.prediction_mode import predicts
@@ -25,6 +27,27 @@ from hf_bayes.uncertainty.likelihoods import IGNORE, next_tokens
 REFERENCE = "ref_logps"
 """The input that holds log p_ref of both answers [B, 2], where it was computed beforehand."""
 _NOT_THE_MODELS = (REFERENCE, "completion_mask", "labels")
+
+
+class _Batch:
+    """The tensors of a batch, and how often each was written in place until now: loaders refill their buffers.
+
+    PyTorch does not count the writes into tensors of ``torch.inference_mode``: a batch that has one equals no other.
+    """
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        self.tensors = {name: value for name, value in tensors_in(inputs).items() if name != "labels"}
+        self.is_counted = not any(value.is_inference() for value in self.tensors.values())
+        self.versions = [num_writes(value) for value in self.tensors.values()] if self.is_counted else []
+
+    def is_unchanged_from(self, earlier: _Batch) -> bool:
+        """Return whether both have the same tensors, and none was written to in between."""
+        return (
+            self.is_counted
+            and self.tensors.keys() == earlier.tensors.keys()
+            and all(value is earlier.tensors[name] for name, value in self.tensors.items())
+            and self.versions == earlier.versions
+        )
 
 
 class BayesianModelForPreferences(BayesianModelForCausalLM):
@@ -48,7 +71,7 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
         self.check_inputs: Any = GroupCheck(self.check_inputs, self.texts_per_row)
         self.reference = theta.detach()[0].clone()
         self.other_reference: Callable[[dict[str, Any]], Tensor] | None = None
-        self._known: tuple[Tensor, Tensor] | None = None
+        self._known: tuple[_Batch, Tensor] | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -97,18 +120,18 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
             theta = self.reference[None].to(self.theta)
             with evaluating(self):
                 found = self.causal.text_log_probs(theta, *self.texts_of(inputs))[0].view(-1, self.texts_per_row)
-            self._known = inputs["input_ids"], found
+            self._known = _Batch(inputs), found
         return found
 
     def given_reference(self, inputs: dict[str, Any]) -> Tensor | None:
         """Return log p_ref [B, 2] float64 of a batch of pairs if it needs no pass through this model, else None."""
         if inputs.get(REFERENCE) is not None:
             return inputs[REFERENCE].double()  # type: ignore[no-any-return]
-        ids = inputs["input_ids"]
-        if self._known is None or self._known[0] is not ids:
+        batch = _Batch(inputs)
+        if self._known is None or not batch.is_unchanged_from(self._known[0]):
             if self.other_reference is None:
                 return None
-            self._known = ids, self.other_reference(inputs).double()
+            self._known = batch, self.other_reference(inputs).double()
         return self._known[1]
 
     def texts_of(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:

@@ -28,6 +28,20 @@ def refuse_theta(layout: Layout, theta: Tensor) -> None:
         )
 
 
+def refuse_layer_outputs(inputs: dict[str, Any]) -> None:
+    """Take the arguments for hidden states and attentions out of the inputs.
+
+    Raises:
+        ValueError: if one is asked for, because these differ from member to member.
+    """
+    asked = [name for name in ("output_hidden_states", "output_attentions") if inputs.pop(name, None)]
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)}: hidden states and attentions differ from member to member: ask members of "
+            "`model.core`"
+        )
+
+
 def refuse_distilled(predictor: Predictor) -> None:
     """Raise if a model predicts by the student of its posterior, since it holds no members then."""
     if predictor.imitates is not None:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.core.number_checks import is_count
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.language.token_uncertainty import Scores, TokenRecord, join, record, to_scores
 from hf_bayes.models.prediction_mode import predicts
-from hf_bayes.pipelines.prompts import answer_start
+from hf_bayes.pipelines.prompts import answer_start, require_offsets
+from hf_bayes.posteriors.storage.json_types import is_texts
 
 Row = tuple[Sequence[int], Sequence[int]]
 """The token ids of a context, which has one or more, and those of the continuation, which has one or more."""
@@ -52,15 +54,16 @@ def read_continuations(
     The last token of a row is not read by the model, so a row may have one token more than the model's context.
 
     Raises:
-        ValueError: for a row without a context or a continuation, for a model whose members are in several processes,
-            and for a model without member probabilities.
+        ValueError: for a row without a context or a continuation, for a token that the model does not predict, for a
+            batch size below 1, for a model whose members are in several processes, and for a model without member
+            probabilities.
     """
+    if not is_count(batch_size):
+        raise ValueError(
+            f"batch_size is how many rows go through the model at a time, got {batch_size!r}: give 1 or more"
+        )
     for number, (context, continuation) in enumerate(rows):
-        if not context or not continuation:
-            raise ValueError(
-                f"row {number} needs one token of context and one token to score, got {len(context)} and "
-                f"{len(continuation)}: begin the context with the tokenizer's bos or eos token"
-            )
+        _check_row(number, context, continuation, model.config.get_text_config().vocab_size)
     if model.member_group.size > 1:
         raise ValueError(
             f"continuations need all members in one process, got {model.member_group.size} processes: load the "
@@ -73,6 +76,20 @@ def read_continuations(
         numbers = order[start : start + batch_size]
         found.update(zip(numbers, _read(model, [rows[number] for number in numbers]), strict=True))
     return [found[number] for number in range(len(rows))]
+
+
+def _check_row(number: int, context: Sequence[int], continuation: Sequence[int], num_tokens: int) -> None:
+    """Raise for a row without a context or a continuation, and for a token that the model does not predict."""
+    if not context or not continuation:
+        raise ValueError(
+            f"row {number} needs one token of context and one token to score, got {len(context)} and "
+            f"{len(continuation)}: begin the context with the tokenizer's bos or eos token"
+        )
+    if odd := [token for token in continuation if not 0 <= token < num_tokens]:
+        raise ValueError(
+            f"row {number} has the token id {odd[0]} to score, expected 0 to {num_tokens - 1}, the model's vocabulary: "
+            "encode the text with the model's own tokenizer"
+        )
 
 
 @torch.no_grad()
@@ -146,6 +163,10 @@ def read_answers(generate: Any, prompts: Sequence[str], answers: Sequence[str]) 
     Raises:
         ValueError: as ``score``, and for another number of prompts than answers.
     """
+    for name, given in (("prompts", prompts), ("answers", answers)):
+        if isinstance(given, str) or not is_texts(list(given)):
+            raise ValueError(f"{name} is a list of strings, got {given!r:.100}: give a list also for a single text")
+    require_offsets(generate.tokenizer)
     if len(prompts) != len(answers):
         raise ValueError(f"each answer has a prompt of its own, got {len(prompts)} prompts and {len(answers)} answers")
     rows: list[tuple[list[int], list[int]]] = []

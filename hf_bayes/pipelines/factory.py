@@ -95,10 +95,11 @@ def pipeline(
             trust_remote_code, base_model, check_base, prediction, calibrated: for loading, as in
             ``BayesianModelForCausalLM.from_pretrained``.
         device: as in transformers: None takes the first accelerator if there is one.
+        dtype: also by its former name in transformers, ``torch_dtype``.
         kwargs: ``batch_size`` of the pipeline, or any argument of a call.
     Raises:
-        ValueError: for an unknown task, a model of another kind, a tokenizer that is not the posterior's, or a misspelt
-            argument for loading.
+        ValueError: for an unknown task, a model of another kind, a tokenizer that is not the posterior's, a misspelt
+            argument for loading, or two dtypes.
     """
     location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
                                 "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
@@ -108,6 +109,7 @@ def pipeline(
     readers = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor,
                "processor": processor}  # fmt: skip
     _check_request(task, model)
+    loading["dtype"] = _dtype_of(dtype, kwargs)
     BayesianPipeline.check_loading_arguments(kwargs)  # before the model is loaded
     if is_place(model):
         found = _from_posterior(task, model, readers, location, loading, trust_remote_code)
@@ -181,6 +183,14 @@ def _check_request(task: str | None, model: Any) -> None:
         raise ValueError(f"unknown task {task!r}: expected one of {names}, or none: pipeline(model=...) finds its task")
     if model is None:
         raise ValueError(f"a pipeline needs a posterior: give model=, its directory or repository (got {task=} alone)")
+
+
+def _dtype_of(dtype: Any, kwargs: dict[str, Any]) -> Any:
+    """Take ``torch_dtype``, the name of dtype in older code for transformers, out of ``kwargs``; return the dtype."""
+    former = kwargs.pop("torch_dtype", None)
+    if former is not None and dtype is not None:
+        raise ValueError(f"a pipeline has one dtype, got dtype={dtype} and torch_dtype={former}: give dtype alone")
+    return dtype if former is None else former
 
 
 def _refuse_loading(settings: dict[str, Any]) -> None:

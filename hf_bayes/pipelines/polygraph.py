@@ -37,8 +37,10 @@ def polygraph_stats(generate: Any, prompts: Sequence[str], answers: Sequence[str
         ``input_texts``, ``greedy_texts``, ``greedy_tokens``; ``greedy_log_likelihoods`` and ``entropy`` of each token,
         of the mixture; and ``ensemble_token_scores`` of the members.
     Raises:
-        ValueError: as ``read_answers``.
+        ValueError: as ``read_answers``, and for no answers.
     """
+    if not answers:
+        raise ValueError("statistics of an ensemble need answers, got none: give one prompt and one answer or more")
     found = read_answers(generate, prompts, answers)
     scores = [answer.scores for answer in found]
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hf_bayes.posteriors.storage.json_types import is_texts
 
@@ -20,6 +21,16 @@ def prompts_of(prompt: str | Iterable[str], num_texts: int) -> list[str]:
             "for all texts, or a list of the same length"
         )
     return prompts
+
+
+def require_offsets(tokenizer: Any) -> None:
+    """Raise a ValueError for a tokenizer that cannot find the tokens of an answer in the joined text."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"an answer after a prompt needs a tokenizer that reports where tokens stand in the text, and "
+            f"{type(tokenizer).__name__} does not: load a fast tokenizer, or give ids to "
+            "model.score(input_ids, first=number of tokens of the prompt)"
+        )
 
 
 def answer_start(offsets: Sequence[Sequence[int]], prompt: str, answer: str) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hf_bayes.decide.answers import answer_uncertainty
 from hf_bayes.models.language.token_uncertainty import TokenRecord, TraceStreamer
+from hf_bayes.posteriors.abstention import Abstention
 
 Record = dict[str, Any]
 
@@ -28,11 +30,18 @@ class TokenRecords:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self._special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
-        self._context = [token for token in context if token not in self._special]
-        self._open: list[int] = []  # the tokens since the context,
-        self._text = ""  # their text,
-        self._num_shown = 0  # and how much of it is in records
         self._held: Record | None = None  # the last record, if its text may still grow
+        self._begin([token for token in context if token not in self._special])
+
+    def _begin(self, context: list[int]) -> None:
+        """Go on after a context. A character that begins in it belongs to the tokens that follow."""
+        text = self._decode(context)
+        self._context = context
+        self._start = len(text.rstrip(_UNFINISHED))  # in the text of the context and the open tokens
+        self._is_cut = self._start < len(text)
+        self._open: list[int] = []  # the tokens since the context,
+        self._text = text[self._start :]  # the text from the start,
+        self._num_shown = 0  # and how much of it is in records
 
     def add(self, token: int, logprob: float, total: float, aleatoric: float, epistemic: float) -> Iterator[Record]:
         """Yield the records that are complete with one more token."""
@@ -43,12 +52,13 @@ class TokenRecords:
             return
         before = self._text
         self._open.append(token)
-        self._text = self._decode(self._context + self._open)[len(self._decode(self._context)) :]
+        self._text = self._decode(self._context + self._open)[self._start :]
         whole = self._text.rstrip(_UNFINISHED)
-        if self._held is not None:
-            if len(whole) > len(before) and whole.startswith(before):  # its bytes are no character and never will be
+        if len(whole) > len(before) and whole.startswith(before):  # those bytes are no character and never will be
+            if self._held is not None:
                 self._held["token"] += before[self._num_shown :]
-                self._num_shown = len(before)
+            self._num_shown = len(before)
+        if self._held is not None:
             yield self._held
         self._held = {"token": whole[self._num_shown :], "id": token, **numbers}
         self._num_shown = max(self._num_shown, len(whole))
@@ -60,7 +70,9 @@ class TokenRecords:
         if self._held is not None:
             self._held["token"] += self._text[self._num_shown :]
             yield self._held
-            self._held, self._context, self._open, self._text, self._num_shown = None, self._open, [], "", 0
+            self._held = None
+            # the open tokens may begin within a character, whose beginning is in the context
+            self._begin([*self._context, *self._open] if self._is_cut else self._open)
 
     def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -90,6 +102,13 @@ def scored(
     return {"tokens": records, "uncertainty": uncertainty | sequence}
 
 
+def decision(record: Record, rule: Abstention | None) -> Record:
+    """Return the key "abstained" of a record, or nothing without a rule."""
+    if rule is None:
+        return {}
+    return {"abstained": rule.abstains(getattr(answer_uncertainty(record), rule.measure))}
+
+
 class UncertaintyStreamer(TraceStreamer):
     """A streamer for ``generate`` that calls ``on_record`` with each token's record as soon as the token is drawn.
 
@@ -108,7 +127,10 @@ class UncertaintyStreamer(TraceStreamer):
 
     def on_step(self, tokens: Tensor, record: TokenRecord) -> None:
         if tokens.numel() != 1:
-            raise ValueError(f"a stream holds one sequence, got {tokens.numel()} at once: set num_return_sequences=1")
+            raise ValueError(
+                f"a stream holds one sequence, got {tokens.numel()} at once: give one prompt at a time "
+                "(batch_size=1), with num_return_sequences=1"
+            )
         numbers = (record.logprobs, record.total, record.aleatoric, record.epistemic)
         for entry in self._records.add(int(tokens), *(value.item() for value in numbers)):
             self._on_record(entry)

@@ -54,7 +54,8 @@ class RegisteredPipeline:
     def __new__(cls, model: Any, task: str, **settings: Any) -> Any:
         from hf_bayes.pipelines.factory import pipeline
 
-        settings.pop("dtype", None)  # the model's, among its own settings
+        for name in ("dtype", "torch_dtype"):  # the model's, among its own settings
+            settings.pop(name, None)
         if isinstance(model, PosteriorToLoad):
             return pipeline(task, model.source, **{**model.settings, **settings})
         return pipeline(task, model, **settings)

@@ -35,6 +35,7 @@ _INKS = ("#000000", "#ffffff")  # of these two, one has a contrast of 4.5 or mor
 _LARGEST = sys.float_info.max
 _ROUNDING = 1e-3  # rounding may leave a log-probability slightly above 0
 _MINUS = "\N{MINUS SIGN}"
+_SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # the names of special tokens
 # One space before a word or between two needs no mark.
 _PIECES = re.compile(f"(?P<newline>\n)|(?P<tab>\t)|(?P<control>{HIDDEN.pattern})|(?P<space>  +|^ +$| +(?=[\n\t])| +$)")
 
@@ -151,17 +152,30 @@ class TextContext(NamedTuple):
 
 
 def context_of(record: Record) -> TextContext:
-    """Return the context of the tokens of a record."""
+    """Return the context of the tokens of a record, of generated text or of ``score``."""
     text, messages, role = record.get("generated_text", record.get("text", "")), [], ""
+    if isinstance(text, str) and "generated_text" not in record:
+        text = record.get("prompt", "") + text
     if not isinstance(text, str):
         messages = [{"role": readable(str(turn["role"])), "content": readable(_said(turn))} for turn in text[:-1]]
         role, text = readable(text[-1]["role"]), str(text[-1]["content"])
-    tokens = [token["token"] for token in record["tokens"]]
-    for shown in (tokens, tokens[:-1]):  # an end token is in the record and not in the text
-        new = "".join(shown)
-        if text.endswith(new):
-            return TextContext(messages, role, readable(text[: len(text) - len(new)]))
-    return TextContext(messages, role, "")
+    return TextContext(
+        messages, role, readable(text[: _start_of([token["token"] for token in record["tokens"]], text)])
+    )
+
+
+def _start_of(tokens: Sequence[str], text: str) -> int:
+    """Return where ``tokens`` begin, which end ``text``; 0 if it does not end with them.
+
+    Special tokens are in a record under their names, and not in the text: the last one (whatever its name), and others.
+    """
+    start = len(text)
+    for place, token in reversed(list(enumerate(tokens, 1))):
+        if text.endswith(token, 0, start):
+            start -= len(token)
+        elif place != len(tokens) and not _SPECIAL.fullmatch(token):
+            return 0
+    return start
 
 
 def _said(turn: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ A record of "bayesian-text-generation" is transformers' own, with three more key
      "num_members": M}
 
 ``num_members`` is the number of members that were averaged: epistemic uncertainty is at most its logarithm. Records of
-a distilled student have no such key.
+a distilled student have no such key. Where the mixture has a temperature t other than 1, they have the key
+"mixture_temperature", too, and epistemic uncertainty has no such bound.
 ``tokens`` are the new tokens up to the end of the row, the end token included. All numbers are floats in nats, of the
 raw mixture; ``uncertainty`` holds means over the tokens and the two log-probabilities of the sequence. ``token`` is the
 token's part of the text: joined, the tokens that are not special are the generated text. A character that is spread
@@ -30,17 +31,18 @@ from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
 
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.decide.abstention import rule_for
-from hf_bayes.decide.answers import answer_uncertainty
 from hf_bayes.members.compat.transformers import batch_size_of
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.language.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
-from hf_bayes.pipelines.prompts import answer_start, prompts_of
-from hf_bayes.pipelines.records import Record, UncertaintyStreamer, scored
+from hf_bayes.pipelines.prompts import answer_start, prompts_of, require_offsets
+from hf_bayes.pipelines.records import Record, UncertaintyStreamer, decision, scored
 from hf_bayes.posteriors.abstention import ANSWER_MEASURES, Abstention
 
 _OWN = ("text", "text_pair", "text_target", "text_pair_target", "padding", "return_tensors",
-        "return_offsets_mapping")  # fmt: skip
+        "return_offsets_mapping", "return_attention_mask", "return_overflowing_tokens",
+        "is_split_into_words")  # fmt: skip
 """Arguments of a tokenizer that ``score`` sets itself or does not use."""
 
 
@@ -77,6 +79,10 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
     model_class = BayesianModelForCausalLM
     model: BayesianModelForCausalLM
 
+    def __init__(self, model: BayesianModel, tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any) -> None:
+        super().__init__(model, tokenizer, **kwargs)
+        self._abstain: bool | Abstention = kwargs.get("abstain") or False
+
     def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         self.check_texts(text_inputs)
         return super().__call__(text_inputs, **kwargs)
@@ -109,10 +115,16 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         new = model_outputs["generated_sequence"][0][:, -num_new:]
         for row, record in enumerate(records):
             record.update(scored(self.tokenizer, new[row], {name: value[row] for name, value in scores.items()}, ()))
-            if not self.model.is_closed_form:
-                record["num_members"] = self.model.num_members
-            record.update(_decision(record, abstain))
+            record.update(self._about_members())
+            record.update(decision(record, abstain))
         return records
+
+    def _about_members(self) -> Record:
+        """Return the keys of a record that describe the mixture; none without members."""
+        if self.model.is_closed_form:
+            return {}
+        t = self.model.mixture_temperature
+        return {"num_members": self.model.num_members} | ({} if t == 1 else {"mixture_temperature": t})
 
     def stream(self, prompt: Any, **kwargs: Any) -> Generator[Record, None, Record]:
         """Generate and yield each token's record as soon as the token is drawn; the generator's value is the record.
@@ -161,7 +173,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         *,
         prompt: str | Iterable[str] | None = None,
         batch_size: int | None = None,
-        abstain: bool | Abstention = False,
+        abstain: bool | Abstention | None = None,
         **tokenizer_kwargs: Any,
     ) -> Any:
         """Score given texts, teacher-forced: return a record for a string, a list of records for several.
@@ -177,7 +189,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
             texts: strings; without a prompt of two tokens or more.
             prompt: a prompt for all texts, or one for each.
             batch_size: texts at a time; None takes the pipeline's batch size, else 1. Answers go one at a time.
-            abstain: as when calling the pipeline.
+            abstain: as when calling the pipeline; None takes what the pipeline was made with.
             tokenizer_kwargs: such as ``add_special_tokens`` or ``truncation``.
         Raises:
             ValueError: for a text of fewer than two tokens, for an object that is not a text, for another number of
@@ -197,21 +209,16 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
             raise ValueError(f"score takes a string or strings, got {odd[0]!r:.100}")
         if not texts:
             raise ValueError("score takes a string or strings, got an empty list: give one text or more")
-        rule = rule_for(self.model, abstain, ANSWER_MEASURES)
+        rule = rule_for(self.model, self._abstain if abstain is None else abstain, ANSWER_MEASURES)
         if prompt is not None:
-            if not getattr(self.tokenizer, "is_fast", False):
-                raise ValueError(
-                    f"score with prompt= needs a tokenizer that reports where tokens stand in the text, and "
-                    f"{type(self.tokenizer).__name__} does not: load a fast tokenizer, or give ids to "
-                    "model.score(input_ids, first=number of tokens of the prompt)"
-                )
+            require_offsets(self.tokenizer)
             pairs = zip(prompts_of(prompt, len(texts)), texts, strict=True)
             records = [self._score_answer(before, text, tokenizer_kwargs) for before, text in pairs]
         else:
             size, records = batch_size or batch_size_of(self) or 1, []
             for start in range(0, len(texts), size):
                 records += self._score_batch(texts[start : start + size], tokenizer_kwargs)
-        return [{**record, **_decision(record, rule)} for record in records]
+        return [{**record, **decision(record, rule)} for record in records]
 
     def _score_answer(self, prompt: str, text: str, tokenizer_kwargs: dict[str, Any]) -> Record:
         inputs = self.tokenizer(prompt + text, return_tensors="pt", return_offsets_mapping=True, **tokenizer_kwargs)
@@ -219,9 +226,8 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         with self.device_placement():
             scores = self.model.score(ids.to(self.device), first=first)._asdict()
         own = {name: value[0].cpu() for name, value in scores.items()}
-        members = {} if self.model.is_closed_form else {"num_members": self.model.num_members}
         found = scored(self.tokenizer, ids[0, first:], own, ids[0, :first].tolist())
-        return {"prompt": prompt, "text": text, **found, **members}
+        return {"prompt": prompt, "text": text, **found, **self._about_members()}
 
     def _score_batch(self, texts: list[str], tokenizer_kwargs: dict[str, Any]) -> list[Record]:
         inputs = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt", **tokenizer_kwargs)
@@ -235,13 +241,6 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         for row, text in enumerate(texts):
             own = {name: value[row].cpu() for name, value in scores.items()}
             first = ids[row, int(mask[row].argmax())].item()
-            members = {} if self.model.is_closed_form else {"num_members": self.model.num_members}
-            records.append({"text": text, **scored(self.tokenizer, ids[row, 1:], own, [first]), **members})
+            found = scored(self.tokenizer, ids[row, 1:], own, [first])
+            records.append({"text": text, **found, **self._about_members()})
         return records
-
-
-def _decision(record: Record, rule: Abstention | None) -> Record:
-    """Return the key "abstained" of a record, or nothing without a rule."""
-    if rule is None:
-        return {}
-    return {"abstained": rule.abstains(getattr(answer_uncertainty(record), rule.measure))}

@@ -26,7 +26,8 @@ class Scale(NamedTuple):
         vmax: nats at the dark end.
         num_above: the number of tokens above ``vmax``.
         num_tokens: the number of all tokens.
-        num_members: M, if it is known and the same for all records. log M bounds the epistemic uncertainty.
+        num_members: M, if it is known, the same for all records, and log M bounds the epistemic uncertainty. It does
+            not at a temperature of the mixture other than 1.
     """
 
     measure: str
@@ -72,7 +73,7 @@ def scale_of(records: Sequence[Record], measure: str, vmax: float | None) -> Sca
         raise ValueError(f"vmax is the end of the colour scale, a positive number of nats; got {vmax}")
     end = REFERENCES[measure] if vmax is None else vmax
     values = [token[measure] for record in records for token in record["tokens"]]
-    members = {record.get("num_members") for record in records}
+    members = {None if "mixture_temperature" in record else record.get("num_members") for record in records}
     known = members.pop() if len(members) == 1 else None
     return Scale(measure, end, sum(value > end for value in values), len(values), known)
 

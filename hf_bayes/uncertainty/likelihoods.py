@@ -336,15 +336,15 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def next_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return [B, T] targets: the target of position t is the label at t + 1, and -100 at the last position and padding.
+    """Return [B, T] targets: the target of position t is the label at t + 1, and -100 at the last position.
 
-    The first token of a row has nothing or only padding before it, so no position predicts it.
+    It is -100, too, where either token is padding: padding predicts nothing, and no likelihood term is padding.
 
     Args:
         labels: [B, T].
         attention_mask: [B, T] or [B, past + T], 0 at padding. A mask with other dimensions (such as 4) is ignored.
     """
-    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    if attention_mask is None or attention_mask.ndim != 2:
-        return targets
-    return targets.masked_fill(attention_mask[:, -labels.shape[1] :] == 0, IGNORE)
+    if attention_mask is not None and attention_mask.ndim == 2:
+        is_padding = attention_mask[:, -labels.shape[1] :] == 0
+        labels = labels.masked_fill(is_padding | F.pad(is_padding[:, :-1], (1, 0)), IGNORE)
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE)

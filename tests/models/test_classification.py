@@ -128,3 +128,14 @@ def test_a_regression_is_trained_evaluated_saved_and_loaded(tmp_path: Path, outp
     torch.testing.assert_close(output.logits.double(), means.mean(0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.predictive_std.double(), (0.25 + epistemic).sqrt(), rtol=1e-5, atol=0)
     torch.testing.assert_close(output.epistemic_std.double(), epistemic.sqrt(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_tuple_is_given_and_outputs_of_layers_are_refused() -> None:
+    with torch.no_grad(), attach(tiny_bert(num_labels=3), subspace="last_layer") as bayesian:
+        found, output = (bayesian(**batch(), return_dict=value) for value in (False, True))
+        assert isinstance(found, tuple)
+        assert all(torch.equal(*pair) for pair in zip(found, output.to_tuple(), strict=True))
+        for name in ("output_hidden_states", "output_attentions"):
+            assert torch.equal(bayesian(**batch(), **{name: False}).logits, output.logits)
+            with pytest.raises(ValueError, match=f"^{name}: hidden states and attentions differ"):
+                bayesian(**batch(), **{name: True})

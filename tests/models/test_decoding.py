@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
@@ -115,6 +116,53 @@ def test_logits_processors_change_tokens_but_no_uncertainty(options: dict[str, A
     assert not torch.equal(plain.sequences, output.sequences)
     expected = brute_force_scores(model, layout, theta, output.sequences, inputs["attention_mask"], [STEPS] * 3)
     require_scores(output, expected, TOLERANCE["gpt2"])
+
+
+class Asking(LogitsProcessor):
+    """Asks the model in every step for what other texts would be, and changes nothing."""
+
+    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
+        self.ask = ask
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        self.ask(input_ids)
+        return scores
+
+
+@pytest.mark.parametrize("kind", ["forward", "last logits", "the same text", "generate"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_calls_of_a_logits_processor_are_no_steps(kind: str, use_cache: bool) -> None:
+    model, layout, theta = prepared("gpt2-last-block")
+    inputs = batch(padding="left")
+    with attached("gpt2-last-block", model, theta) as bayesian:
+        ask = {
+            "forward": lambda ids: bayesian(input_ids=ids[:2, :3]),
+            "last logits": lambda ids: bayesian(input_ids=ids[:, :3], logits_to_keep=1),
+            "the same text": lambda ids: bayesian(input_ids=ids, logits_to_keep=1),
+            "generate": lambda ids: bayesian.generate(ids[:1, -1:], max_new_tokens=2, do_sample=False),
+        }[kind]
+        output = generate(bayesian, inputs, logits_processor=[Asking(ask)], use_cache=use_cache)
+    expected = brute_force_scores(model, layout, theta, output.sequences, inputs["attention_mask"], [STEPS] * 3)
+    require_scores(output, expected, TOLERANCE["gpt2"])
+    assert torch.equal(output.sequences, looped(model, layout, theta, inputs, greedy))
+
+
+def test_a_call_after_the_only_step_is_no_step() -> None:
+    model, _, theta = prepared("gpt2-last-block")
+    with attached("gpt2-last-block", model, theta) as bayesian:
+        asking = Asking(lambda ids: bayesian(input_ids=ids[:, :3], logits_to_keep=1))
+        expected = generate(bayesian, batch(), max_new_tokens=1)
+        found = generate(bayesian, batch(), max_new_tokens=1, logits_processor=[asking])
+    for field in FIELDS:
+        assert torch.equal(found[field], expected[field]), field
+
+
+def test_inputs_within_a_logits_processor_are_checked() -> None:
+    model, _, theta = prepared("gpt2-last-block")
+    with attached("gpt2-last-block", model, theta) as bayesian:
+        asking = Asking(lambda ids: bayesian(input_ids=ids + VOCABULARY))
+        with pytest.raises(ValueError, match="has the token id"):
+            generate(bayesian, batch(), logits_processor=[asking])
 
 
 def test_without_return_dict_there_are_tokens_alone() -> None:

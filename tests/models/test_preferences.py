@@ -143,6 +143,28 @@ def test_the_reference_runs_once_for_all_passes_of_a_batch() -> None:
     assert bayesian.reference_log_probs(pairs(seed=3)) is not first
 
 
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "completion_mask"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_changed_batch_has_another_reference(name: str, in_place: bool) -> None:
+    bayesian, batch, other = preferring(), pairs(), pairs(seed=3)
+    bayesian.reference_log_probs(batch)
+    if in_place:
+        batch[name].copy_(other[name])
+    else:
+        batch[name] = other[name]
+    expected = preferring().reference_log_probs(batch)
+    assert torch.equal(bayesian.reference_log_probs(batch), expected)
+
+
+def test_inference_tensors_have_a_reference() -> None:
+    with torch.inference_mode():
+        batch = pairs()
+        bayesian = preferring()
+        found = bayesian.reference_log_probs(batch)
+        batch["input_ids"].copy_(pairs(seed=3)["input_ids"])
+        assert not torch.equal(bayesian.reference_log_probs(batch), found)
+
+
 def test_rows_that_are_no_pairs_are_refused() -> None:
     bayesian, batch = preferring(), pairs()
     del batch["completion_mask"]

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.pipelines.continuations import Continuation, read_continuations
+from hf_bayes.pipelines.continuations import Continuation, read_answers, read_continuations
 from tests.pipelines.built import bayesian
+from tests.tiny_models import tiny_tokenizer
 
 ROWS = [([1, 30, 40], [50, 60]), ([1], [9, 8, 7, 6, 5]), ([1, 30, 40, 11, 12, 13], [14]), ([20, 21], [22, 23])]
 
@@ -67,3 +69,27 @@ def test_a_closed_form_has_no_member_probabilities(model: BayesianModelForCausal
     monkeypatch.setattr(model, "predictor", Closed())
     with pytest.raises(ValueError, match="a continuation's score needs members"):
         read_continuations(model, ROWS)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, True])
+def test_a_batch_has_a_row_or_more(model: BayesianModelForCausalLM, batch_size: int) -> None:
+    with pytest.raises(ValueError, match=f"batch_size is how many rows .*, got {batch_size}: give 1 or more"):
+        read_continuations(model, ROWS, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("token", [-1, 9999])
+def test_a_token_outside_the_vocabulary_is_refused(model: BayesianModelForCausalLM, token: int) -> None:
+    with pytest.raises(ValueError, match=rf"row 1 has the token id {token} to score, expected 0 to 319"):
+        read_continuations(model, [([3], [4]), ([3, 4], [5, token])])
+
+
+@pytest.mark.parametrize(("prompts", "answers"), [("The", ["is"]), (["The"], " is"), (["The"], [None])])
+def test_a_text_is_no_list_of_texts(prompts: Any, answers: Any) -> None:
+    generate = SimpleNamespace(tokenizer=tiny_tokenizer())
+    with pytest.raises(ValueError, match="s is a list of strings, got"):
+        read_answers(generate, prompts, answers)
+
+
+def test_a_tokenizer_without_places_of_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="reports where tokens stand in the text, and SimpleNamespace does not"):
+        read_answers(SimpleNamespace(tokenizer=SimpleNamespace()), ["The"], [" is"])

@@ -141,6 +141,22 @@ def test_a_directory_is_enough(posterior: Path) -> None:
     assert fewer(PROMPTS[0], **GREEDY)[0]["uncertainty"]["epistemic"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_torch_dtype_is_dtype(posterior: Path) -> None:
+    found = [
+        make("bayesian-text-generation", model=str(posterior), **{name: torch.bfloat16}).model.dtype
+        for make in (pipeline, transformers.pipeline)
+        for name in ("dtype", "torch_dtype")
+    ]
+    assert found == [torch.bfloat16] * 4
+    with pytest.raises(ValueError, match=r"got dtype=torch.bfloat16 and torch_dtype=float32: give dtype alone"):
+        pipeline(model=posterior, dtype=torch.bfloat16, torch_dtype="float32")
+
+
+def test_torch_dtype_comes_too_late_for_a_model_in_memory(generate: BayesianTextGenerationPipeline) -> None:
+    with pytest.raises(ValueError, match="dtype: the model is loaded already"):
+        pipeline("bayesian-text-generation", generate.model, generate.tokenizer, torch_dtype=torch.bfloat16)
+
+
 def test_a_tokenizer_is_downloaded_as_its_posterior_is(posterior: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 

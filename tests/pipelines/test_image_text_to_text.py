@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
 from hf_bayes.pipelines.factory import BayesianImageTextToTextPipeline, pipeline
+from hf_bayes.posteriors.abstention import Abstention
 from tests import multimodal, runs
 from tests import tiny_models as models
 from tests.illustrated import GREEDY, collate, rows_of
@@ -81,6 +84,38 @@ def test_sequences_of_several_prompts_have_their_own_numbers(posterior: Path) ->
     for record in records:
         total = sum(token["logprob"] for token in record["tokens"])
         assert record["uncertainty"]["sequence_logprob_tokenwise"] == pytest.approx(total, abs=1e-5)
+
+
+def test_keywords_that_nothing_reads_are_refused(posterior: Path) -> None:
+    write = pipeline("bayesian-image-text-to-text", posterior)
+    for name in ("do_sample", "num_beams", "max_new_token", "nonsense"):
+        with pytest.raises(ValueError, match=rf"takes no {name}: give settings of generate in generate_kwargs="):
+            write(images=PICTURE, text=f"{MARK} A chain", **{name: 1})
+    with pytest.raises(ValueError, match="takes no nonsense"):
+        pipeline("bayesian-image-text-to-text", posterior, nonsense=1)
+    with pytest.raises(ValueError, match=r"Did you mean members= of hf_bayes\.pipeline"):
+        write(images=PICTURE, text=f"{MARK} A chain", num_members=2)
+
+
+def test_keywords_of_the_processor_are_taken(posterior: Path) -> None:
+    write = pipeline("bayesian-image-text-to-text", posterior)
+    given = {"padding": True, "do_rescale": True, "timeout": 3.0, "skip_special_tokens": False}
+    (found,) = write(images=PICTURE, text=f"{MARK} A chain", generate_kwargs=GREEDY, **given)
+    (plain,) = write(images=PICTURE, text=f"{MARK} A chain", generate_kwargs=GREEDY)
+    assert found["tokens"] == plain["tokens"]
+    write.processor.chat_template = "{{ messages[0]['content'][0]['text'] }}{{ ending }}"
+    chat = [{"role": "user", "content": [{"type": "text", "text": "A chain"}]}]
+    assert write(text=chat, generate_kwargs=GREEDY, ending=" has")[0]["tokens"]
+
+
+def test_uncertain_answers_are_withheld(posterior: Path) -> None:
+    rule = Abstention(measure="total", threshold=1e-3, error_rate=0.1, failure_rate=0.1, num_rows=10, answered=0.5,
+                      heldout_error_rate=0.05)  # fmt: skip
+    given: dict[str, Any] = {"images": PICTURE, "text": f"{MARK} A chain", "generate_kwargs": GREEDY}
+    write = pipeline("bayesian-image-text-to-text", posterior, abstain=rule)
+    assert write(**given)[0]["abstained"] is True
+    assert write(**given, abstain=replace(rule, threshold=99.0))[0]["abstained"] is False
+    assert "abstained" not in write(**given, abstain=False)[0]
 
 
 def test_another_tokenizer_inside_a_processor_is_refused(posterior: Path) -> None:

@@ -34,6 +34,8 @@ def test_members_average_to_the_probability_of_the_answer(generate: BayesianText
 def test_each_answer_has_a_prompt(generate: BayesianTextGenerationPipeline) -> None:
     with pytest.raises(ValueError, match="got 2 prompts and 1 answers"):
         polygraph_stats(generate, PROMPTS, ANSWERS[:1])
+    with pytest.raises(ValueError, match="need answers, got none"):
+        polygraph_stats(generate, [], [])
 
 
 @pytest.mark.slow

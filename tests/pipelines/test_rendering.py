@@ -188,6 +188,23 @@ def test_what_stands_before_the_tokens_is_shown_and_not_coloured() -> None:
     assert "cleaned up" not in Page(to_html(unlike)).text
 
 
+def test_the_prompt_of_a_scored_answer_is_shown() -> None:
+    scored = record([" of", " the"], key="text") | {"prompt": "The powerhouse"}
+    assert to_terminal(scored).plain.splitlines()[0] == "The powerhouse of the"
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|im_end|>", "[SEP]"])
+def test_special_tokens_among_others_leave_the_prompt(name: str) -> None:
+    shown = ["A", name, " b", name, name]
+    whole = record(shown) | {"generated_text": "The powerhouseA b"}
+    assert to_terminal(whole).plain.splitlines()[0] == "The powerhouse" + "".join(shown)
+
+
+def test_a_text_without_its_tokens_has_no_prompt() -> None:
+    cut = record(["A", " b"]) | {"generated_text": "The powerhouse A b, and more"}
+    assert to_terminal(cut).plain.splitlines()[0] == "A b"
+
+
 def test_chats_show_who_speaks() -> None:
     chat = [{"role": "user", "content": "<b>Hello</b>"}, {"role": "assistant", "content": "Good day"}]
     page = Page(to_html({**record(["Good", " day"]), "generated_text": chat}))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, TextStreamer
 
 from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.pipelines.records import UncertaintyStreamer
+from hf_bayes.posteriors.abstention import Abstention
 from tests import tiny_models as models
 from tests.pipelines.built import GREEDY, PARTS, PROMPTS, approximately, bayesian
 
@@ -292,3 +294,35 @@ def test_what_is_no_text_cannot_be_scored(generate: BayesianTextGenerationPipeli
 
 
 # -- construction ---------------------------------------------------------------------------------------------------
+
+
+def test_score_withholds_by_the_rule_of_the_pipeline(generate: BayesianTextGenerationPipeline) -> None:
+    rule = Abstention(measure="epistemic", threshold=0.01, error_rate=0.1, failure_rate=0.1, num_rows=10, answered=0.5,
+                      heldout_error_rate=0.05)  # fmt: skip
+    strict = pipeline("bayesian-text-generation", generate.model, generate.tokenizer, abstain=rule)
+    assert strict(PROMPTS[0], **GREEDY)[0]["abstained"] is True
+    assert strict.score(PROMPTS[0])["abstained"] is True
+    assert strict.score(PROMPTS[0], abstain=replace(rule, threshold=99.0))["abstained"] is False
+    assert "abstained" not in strict.score(PROMPTS[0], abstain=False)
+    assert "abstained" not in generate.score(PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    "given", [{"return_attention_mask": False}, {"return_overflowing_tokens": True}, {"is_split_into_words": True}]
+)
+def test_score_refuses_what_changes_a_batch(generate: BayesianTextGenerationPipeline, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"takes no {next(iter(given))} here"):
+        generate.score(PROMPTS, **given)
+
+
+@pytest.mark.parametrize("text", ["日本語", "😀 ok", "é a"])
+def test_a_first_character_of_several_tokens_is_shown(generate: BayesianTextGenerationPipeline, text: str) -> None:
+    assert "".join(token["token"] for token in generate.score(text)["tokens"]) == text
+
+
+def test_records_tell_a_temperature_of_the_mixture() -> None:
+    generate = pipeline("bayesian-text-generation", bayesian(), models.tiny_tokenizer())
+    assert "mixture_temperature" not in generate.score(PROMPTS[0])
+    generate.model.show(generate.model.theta.detach(), temperature=2.0)
+    for record in (generate.score(PROMPTS[0]), generate(PROMPTS[0], **GREEDY)[0], generate.score(" a", prompt="A")):
+        assert (record["num_members"], record["mixture_temperature"]) == (3, 2.0)

@@ -34,6 +34,11 @@ def test_a_bound_is_stated_for_a_known_number_of_members_only() -> None:
     assert (scale.legend, scale.ticks) == ("darkest = 2 nats", ["0", "0.5", "2 nats"])
 
 
+def test_no_bound_is_stated_for_a_mixture_with_a_temperature() -> None:
+    scale = scale_of([record(0.5), record(0.5) | {"mixture_temperature": 2.0}], "epistemic", None)
+    assert (scale.num_members, scale.legend) == (None, "darkest = 1 nat")
+
+
 @pytest.mark.parametrize(
     ("measure", "vmax", "message"),
     [

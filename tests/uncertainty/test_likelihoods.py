@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.rng import generator
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal
+from hf_bayes.uncertainty.likelihoods import IGNORE, Bernoulli, Categorical, Likelihood, Normal, next_tokens
 
 LIKELIHOODS: dict[str, tuple[Likelihood, Tensor]] = {
     "categorical": (Categorical(), torch.tensor([2, 0, 1])),
@@ -109,3 +109,18 @@ def test_low_precision_logits_are_widened_for_the_likelihood() -> None:
     assert Normal(1.0).log_prob(logits, labels).dtype == torch.float32
     expected = -0.5 - 0.5 * math.log(2 * math.pi)  # bfloat16 has no 1001
     assert math.isclose(float(Normal(1.0).log_prob(logits, labels)), expected, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_predicts_nothing_and_is_no_target(side: str) -> None:
+    pad = (2, 0) if side == "left" else (0, 2)
+    alone = torch.arange(1, 6)[None]
+    padded = torch.nn.functional.pad(alone, pad, value=9)
+    mask = torch.nn.functional.pad(torch.ones_like(alone), pad)
+    expected = torch.nn.functional.pad(next_tokens(alone, None), pad, value=IGNORE)
+    assert torch.equal(next_tokens(padded, mask), expected)
+
+
+def test_targets_after_a_cache_read_the_end_of_the_mask() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0]])  # two tokens are in a cache
+    assert next_tokens(torch.arange(4)[None], mask).tolist() == [[1, 2, IGNORE, IGNORE]]

@@ -66,6 +66,25 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt
         _refuse_cache(cache, settings.get("use_cache"))
 
 
+def refuse_static_cache(kwargs: dict[str, Any], default: GenerationConfig) -> None:
+    """Raise for a static cache; arguments as of ``refuse_unsupported``.
+
+    It is written into, and would keep the means of uncertain keys and values without their noise.
+    """
+    implementation, cache = _Settings(kwargs, default).get("cache_implementation"), kwargs.get("past_key_values")
+    if implementation not in (None, "dynamic"):
+        asked = f"cache_implementation={implementation!r}"
+    elif isinstance(cache, StaticCache):
+        asked = f"past_key_values={type(cache).__name__}"
+    else:
+        return
+    raise ValueError(
+        f"generate({asked}) is not supported by a single pass: a static cache is written into, and would keep the "
+        "means of keys and values without their uncertainty. Leave it out, which gives a dynamic cache, or predict by "
+        "members"
+    )
+
+
 def refuse(asked: str, reason: str) -> NoReturn:
     """Raise for a setting of ``generate``."""
     raise ValueError(f"generate({asked}) is not supported for an ensemble: {reason}. {_SUPPORTED}")
@@ -88,8 +107,9 @@ def _refuse_of_beams(beams: int, kwargs: dict[str, Any], prompt: Tensor | None) 
     mask = kwargs.get("attention_mask")
     if isinstance(kwargs.get("streamer"), TraceStreamer):
         refuse(f"num_beams={beams} of a stream", "beams are chosen among when all of them have ended")
-    if kwargs.get("position_ids") is not None:
-        refuse(f"num_beams={beams}, position_ids", _READ_AGAIN)
+    for name in ("position_ids", "encoder_hidden_states"):
+        if kwargs.get(name) is not None:
+            refuse(f"num_beams={beams}, {name}", _READ_AGAIN)
     if mask is not None and isinstance(prompt, Tensor) and mask.shape[-1] != prompt.shape[-1]:
         refuse(f"num_beams={beams}, attention_mask of {mask.shape[-1]} positions", _READ_AGAIN)
 

@@ -170,7 +170,10 @@ class TraceStreamer(BaseStreamer):
             ValueError: if it was called before.
         """
         if self._trace is not None:
-            raise ValueError(f"{type(self).__name__} serves one call: make another for the next")
+            raise ValueError(
+                f"{type(self).__name__} serves one call: make another for the next, and give a pipeline one prompt at "
+                "a time, because it calls generate for each"
+            )
         self._trace = trace
 
     def put(self, value: Tensor) -> None:

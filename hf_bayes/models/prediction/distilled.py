@@ -31,10 +31,11 @@ class StudentClasses(ClassPredictive):
     """The probabilities and uncertainties of a student, at the temperature of the mixture."""
 
     def __init__(self, prediction: Prediction, likelihood: Likelihood, temperature: float = 1.0) -> None:
-        prediction = temper(prediction, temperature)
-        super().__init__(prediction.log_probs, prediction.uncertainty._asdict(), likelihood, temperature)
-        # the student is one distribution: a mixture of one member, whose uncertainties come from its head
-        self.members = prediction, prediction.log_probs[None]
+        tempered = temper(prediction, temperature)
+        super().__init__(tempered.log_probs, tempered.uncertainty._asdict(), likelihood, temperature)
+        # the student is one distribution: a mixture of one member, whose uncertainties come from its head. The
+        # temperature belongs to the mixture of a token, and members have none
+        self.members = tempered, prediction.log_probs[None]
 
     def nll_at_temperatures(self, labels: Tensor) -> Tensor:
         """Raise: the temperature belongs to the mixture that the student imitates."""
@@ -114,7 +115,7 @@ class DistilledPredictor(Student):
 class DistilledTokens(Student):
     """Predict the next token by a student."""
 
-    keeps_caches = True
+    keeps_caches = fills_static_caches = True
     cuts_feed_forward = True
     tensors_per_state = 1
 

@@ -59,8 +59,9 @@ def test_decoding_that_knows_nothing_of_members_is_refused(options: dict[str, An
     [
         ({"position_ids": torch.arange(7).expand(3, 7) + 5}, "position_ids"),
         ({"attention_mask": torch.ones(3, 9, dtype=torch.long)}, "attention_mask of 9 positions"),
+        ({"encoder_hidden_states": torch.zeros(3, 2, 8)}, "encoder_hidden_states"),
     ],
-    ids=["positions", "a mask of more than the prompt"],
+    ids=["positions", "a mask of more than the prompt", "another text"],
 )
 def test_beams_of_more_than_a_text_and_its_mask_are_refused(options: dict[str, Any], named: str) -> None:
     # beams are scored by reading them once more, and these would be read as other texts

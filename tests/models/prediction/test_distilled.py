@@ -91,6 +91,21 @@ def test_the_temperature_is_that_of_the_imitated_mixture() -> None:
         fit_calibration(distilled("classes"), rows, base_model=tiny_bert(), prediction="distilled")
 
 
+def test_the_probability_of_a_whole_text_has_no_temperature() -> None:
+    fitted, t = distilled("tokens"), 2.0
+    rows = [dict(row, labels=row["input_ids"]) for row in TEXTS]
+    fitted = fit_calibration(fitted, rows, base_model=base("tokens"), batch_size=20)
+    config = dataclasses.replace(fitted.config, calibration=fitted.config.calibration | {"temperature": t})
+    fitted = dataclasses.replace(fitted, config=config)
+    options = {"base_model": base("tokens"), "prediction": "distilled"}
+    found = []
+    for calibrated in (True, False):
+        with KINDS["tokens"].from_pretrained(fitted, calibrated=calibrated, **options) as model:
+            found.append(model.score(inputs_of(TEXTS[:2])["input_ids"]))
+    assert torch.equal(found[0].sequence_logprob, found[1].sequence_logprob)
+    assert not torch.allclose(found[0].sequence_logprob_tokenwise, found[1].sequence_logprob_tokenwise, atol=0.1)
+
+
 def test_a_posterior_without_a_student_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"no distilled student: call hf_bayes.distil"):
         KINDS["classes"].from_pretrained(ensemble("classes"), base_model=tiny_bert(), prediction="distilled")
