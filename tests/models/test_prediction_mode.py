@@ -6,8 +6,22 @@ from typing import Any
 
 import torch
 
+from hf_bayes import attach
+from hf_bayes.core.layout import initial, select
 from tests.models.written import attached, prepared
-from tests.tiny_models import batch
+from tests.tiny_models import batch, inputs_of, tiny_bert
+
+
+def test_an_inner_model_in_training_mode_has_no_dropout() -> None:
+    model = tiny_bert(hidden_dropout_prob=0.5)
+    with attach(model, initial(model, select(model, "last_layer"))[None], subspace="last_layer") as bayesian:
+        bayesian.eval()
+        expected = bayesian(**inputs_of(model)).logits
+        model.train()
+        assert not bayesian.training
+        assert torch.equal(bayesian(**inputs_of(model)).logits, expected)
+        assert model.training
+        assert model.bert.training
 
 
 def test_threads_that_ask_one_model_take_turns() -> None:

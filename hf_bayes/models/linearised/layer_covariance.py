@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import singledispatch
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,8 +93,8 @@ def read_positions(layer: HookedLayer, x: Tensor, gradients: Sequence[Tensor], n
 
 
 def _stacked(gradients: Sequence[Tensor]) -> Tensor:
-    """Return [C, B, P, out] in the order [B, P, C, out] of ``by_jacobian``."""
-    return torch.stack(list(gradients), 2).permute(2, 0, 1, 3)
+    """Return [C, B, P, out] in the order [B, P, C, out] of ``by_jacobian``; images have more dimensions behind C."""
+    return torch.stack(list(gradients), 2).movedim(2, 0)
 
 
 @singledispatch
@@ -107,10 +107,12 @@ def covariance_of_layers(covariance: Covariance, layout: Layout, reads: Sequence
     step = max(1, JACOBIAN_BUDGET // (layout.dim * num_outputs))
     parts = []
     for rows in _slices(num_rows, step):
-        jacobian = {name: like.new_zeros(0) for name in layout.names}
+        # a tensor that no layer reads, as of a disabled adapter, has no part in the outputs
+        b = len(range(num_rows)[rows])
+        jacobian = {name: like.new_zeros(b, num_outputs, *shape) for name, shape in layout.named_shapes.items()}
         for read in reads:
             for name, value in _row_gradients(read, rows, like).items():
-                jacobian[name] = jacobian[name] + value if jacobian[name].numel() else value
+                jacobian[name] = jacobian[name] + value
         parts.append(covariance_of_outputs(covariance, layout, jacobian))
     return torch.cat(parts)
 
@@ -123,7 +125,8 @@ def _(covariance: Diagonal, layout: Layout, reads: Sequence[LayerReads], like: T
 
 @covariance_of_layers.register
 def _(covariance: Kronecker, layout: Layout, reads: Sequence[LayerReads], like: Tensor) -> Tensor:
-    spread: Any = 0
+    num_outputs, num_rows = reads[0].g.shape[:2]
+    spread = like.new_zeros(num_rows, num_outputs, num_outputs)
     for name, shape, block in zip(layout.names, layout.shapes, covariance.blocks, strict=True):
         own = [read for read in reads if read.layer.weight == name]
         if own:
@@ -131,10 +134,9 @@ def _(covariance: Kronecker, layout: Layout, reads: Sequence[LayerReads], like: 
             if len(own) > 1:
                 x, g = torch.cat([read.x for read in own], 1), torch.cat([read.g for read in own], 2)
             spread = spread + _of_matrix(block, shape, x.to(like), g.to(like), transposed=own[0].layer.transposed)
-        else:
-            spread = spread + _of_tensor(block, name, [r for r in reads if name in r.layer.names.values()], like)
-    found: Tensor = spread
-    return found
+        elif others := [read for read in reads if name in read.layer.names.values()]:
+            spread = spread + _of_tensor(block, name, others, like)
+    return spread
 
 
 def _of_matrix(

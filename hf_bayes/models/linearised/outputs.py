@@ -188,11 +188,13 @@ def _of_batch(
             return covariance_of_layers(covariance, model.layout, _reads(hooks, outputs, cotangents, like, last), like)
         return _along(directions, covariance, model.layout, hooks, outputs, like, last)
 
-    if logits.ndim == 2:
-        spread = spread_of(logits)
-    else:
-        positions = logits.unbind(1)
-        spread = torch.stack([spread_of(one, last=one is positions[-1]) for one in positions], 1)
+    # autocast is for the model's own forward: it would give the products of a covariance fewer digits, and two dtypes
+    with torch.autocast(logits.device.type, enabled=False):
+        if logits.ndim == 2:
+            spread = spread_of(logits)
+        else:
+            positions = logits.unbind(1)
+            spread = torch.stack([spread_of(one, last=one is positions[-1]) for one in positions], 1)
     return widened(logits.detach()).to(like.dtype), spread
 
 

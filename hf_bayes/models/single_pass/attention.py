@@ -23,8 +23,10 @@ def weights_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, *,
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    # a row without any allowed key (padding) gives NaN in softmax, and 0 in torch's attention
-    return scores.softmax(-1).nan_to_num(0.0)
+    weights = scores.softmax(-1)
+    # a row without any allowed key (padding) gives NaN in softmax, and 0 in torch's attention. nan_to_num would set the
+    # value alone to 0, and leave a derivative of NaN
+    return weights.masked_fill(weights.isnan(), 0.0)
 
 
 def value_noise(weights: Tensor, variance: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -24,14 +24,16 @@ from hf_bayes.models.single_pass.operations import (
     PRODUCTS,
     QUOTIENTS,
     RESHAPES,
+    SOFTMAX,
     SUMS,
     as_tuple,
     certain_weight,
+    index_of_each,
     is_one_number,
     num_uncertain,
 )
 from hf_bayes.models.single_pass.sources import LinearSource
-from hf_bayes.models.single_pass.token_correlation import blended, unit
+from hf_bayes.models.single_pass.token_correlation import blended, chosen, position_dim, unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,10 +142,10 @@ def _chosen(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: 
         index = as_tuple(args[1])
         if len(index) < own.variance.ndim and not any(item is Ellipsis for item in index):
             source = own.source.leading(lambda part: part[args[1]])
-    features = own.features
-    same = features is not None and result.ndim > 2 and result.shape[0] == features.shape[0]
-    keeps = same and features is not None and features.shape[1] in result.shape[1:-1]
-    return own.new(found, features if keeps else None, source)
+    features, each = own.features, index_of_each(function, args, own.variance.ndim)
+    if features is not None:
+        features = None if each is None else chosen(features, own.variance.shape, each, result.shape)
+    return own.new(found, features, source)
 
 
 @_rule(Tensor.index_select, torch.index_select, Tensor.repeat_interleave, torch.repeat_interleave)
@@ -152,6 +154,9 @@ def _of_rows(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result:
     features = own.features
     if features is not None and dim == 0:
         features = function(features, *args[1:], **kwargs)
+    elif features is not None and "index_select" in name_of(function):
+        of_positions = dim % own.variance.ndim == position_dim(features, own.variance.shape)
+        features = features.index_select(1, args[2]) if of_positions else features
     return own.new(function(own.variance, *args[1:], **kwargs), features)
 
 
@@ -245,7 +250,7 @@ def _matmul(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: 
     return own.new(found, None if features is None else unit(features))
 
 
-@_rule(F.softmax, torch.softmax, Tensor.softmax)
+@_rule(*SOFTMAX)
 def _softmax(own: DiagonalSpread, function: Any, args: Any, kwargs: Any, result: Tensor) -> None:
     if result.ndim != 4:  # in attention [B, H, T, S] scores are taken at their means (eq. 59)
         raise NoRule(f"{name_of(function)} outside of attention")

@@ -21,7 +21,7 @@ from hf_bayes.core import compat
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance, LowRank
 from hf_bayes.members.stacked_module import Stacked
-from hf_bayes.models.single_pass.later import Later
+from hf_bayes.models.single_pass.later import Choose, Later
 from hf_bayes.models.single_pass.outer import Outer, at_draws
 from hf_bayes.models.single_pass.second_order import with_drift
 from hf_bayes.models.single_pass.sources import LinearSource
@@ -91,14 +91,21 @@ def linear_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tang
     """
     own = LinearSource(item.law.mean, None, x, item.law, item.factor)
     before = None if noise is None else Later(lambda choose: noise.at(choose).moved)
-    return settings.new(before, Outer(item.law.mean, own, item.draws, shared=item.shared))
+    # if all columns are leading columns there is no draw of what remains, and its exact noise is the better choice
+    drawn = item.law.correlated and any(part is not None and len(part) > item.shared for part in item.draws)
+    return settings.new(before, Outer(item.law.mean, own, item.draws, shared=item.shared, drawn=drawn))
 
 
 def lora_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tangents) -> Tangents:
-    """Return the spread of a random LoRA layer's output; ``item`` is an ``installed.RandomLora``."""
-    return settings.new(
-        Later(lambda choose: _lora_columns(item, choose(x), None if noise is None else noise.at(choose).moved))
-    )
+    """Return the spread of a random LoRA layer's output; ``item`` is an ``installed.RandomLora``.
+
+    peft keeps the adapter of a half-precision model in float32 and gives outputs of the model's dtype, as here.
+    """
+
+    def columns(choose: Choose) -> Tensor:
+        return _lora_columns(item, choose(x), None if noise is None else noise.at(choose).moved).to(x.dtype)
+
+    return settings.new(Later(columns))
 
 
 def _lora_columns(item: Any, x: Tensor, noise: Tensor | None) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from hf_bayes.models.single_pass.diagonal import DiagonalSpread
 from hf_bayes.models.single_pass.drawn import draws_of, leading_columns, rank_for
 from hf_bayes.models.single_pass.factors import Factors, NoiseSources
 from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, NoRule, mean_of, spread_of
-from hf_bayes.models.single_pass.installed import frozen_forward, random_module
+from hf_bayes.models.single_pass.installed import RandomLinear, frozen_forward, joined, random_module
 from hf_bayes.models.single_pass.tangents import Tangents
 from hf_bayes.models.single_pass.weight_laws import parts_of
 
@@ -64,9 +66,7 @@ class SinglePass:
             raise ValueError(
                 f"second_order needs structure='low_rank', got {structure!r}: leave it out, or choose 'low_rank'"
             )
-        rank = rank_for(covariance) if rank is None else rank
-        if not is_count(rank):
-            raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
+        rank = checked_rank(rank, covariance)
         if (attention := attention_of(members.core.config)) not in ATTENTION:
             raise ValueError(
                 f"a single pass has rules for the attention implementations eager and sdpa, got {attention!r}: load "
@@ -126,7 +126,12 @@ class SinglePass:
         for item in members.stacked:
             item.remove()
         members.blocked.remove()
-        settings = settings_of(self.structure, self.num_leading, deterministic_scores=self.deterministic_scores)
+        settings = settings_of(
+            self.structure,
+            self.num_leading,
+            deterministic_scores=self.deterministic_scores,
+            num_rows=lambda: context.num_rows,
+        )
         replaced = [(module, vars(module).get("forward")) for module, _ in self.frozen]
         try:
             context.tensors, context.num_members = {}, 1
@@ -165,16 +170,40 @@ def random_modules(
     draws = draws_of(covariance, layout, rank) if rank else {}
     columns, remainder = leading_columns(covariance, rank)
     values, parts = layout.unflatten(mean.detach()), parts_of(moved(remainder, device), layout)
-    return [random_module(item, values, parts, 1.0, draws, len(columns)) for item in items]
+    items = list(items)
+    found = [random_module(item, values, parts, 1.0, draws, len(columns)) for item in items]
+    uses = Counter(name for item in items for name in item.names.values())
+    for item, one in zip(items, found, strict=True):
+        if isinstance(one, RandomLinear) and any(uses[name] > 1 for name in item.names.values()):  # tied to embeddings
+            one.law = replace(one.law, correlated=True)
+    return joined(found)
 
 
-def settings_of(structure: str, num_leading: int = 0, *, deterministic_scores: bool = False) -> Any:
-    """Return a spread without noise, which has the settings of a pass."""
+def checked_rank(rank: Any, covariance: Covariance) -> int:
+    """Return the number of columns of "low_rank"; None means ``drawn.rank_for``.
+
+    Raises:
+        ValueError: if it is not a whole number of at least 1.
+    """
+    rank = rank_for(covariance) if rank is None else rank
+    if not is_count(rank):
+        raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}: give one, or leave it out")
+    return int(rank)
+
+
+def settings_of(
+    structure: str,
+    num_leading: int = 0,
+    *,
+    deterministic_scores: bool = False,
+    num_rows: Callable[[], int] | None = None,
+) -> Any:
+    """Return a spread without noise, which has the settings of a pass; ``num_rows`` is as of ``NoiseSources``."""
     empty = torch.zeros(0)
     if structure == "low_rank":
         return Tangents(None, None, deterministic_scores, num_leading)
     if structure == "full":
-        return Factors(empty, NoiseSources(), deterministic_scores)
+        return Factors(empty, NoiseSources(num_rows), deterministic_scores)
     return DiagonalSpread(empty, None, None, deterministic_scores)
 
 
@@ -205,12 +234,21 @@ def naming_modules(model: nn.Module) -> Iterator[None]:
         path, module = entered[-1] if entered else ("the model", model)
         raise ValueError(
             f"{path or 'the model'} ({type(module).__module__}.{type(module).__name__}): a single pass has no rule for "
-            f"{error.what}, which it applies to an uncertain tensor. Predict by members, choose a subspace behind it, "
-            "or structure='low_rank', which has rules for most operations"
+            f"{error.what}, which it applies to an uncertain tensor. {_remedies(error, module)}"
         ) from error
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _remedies(error: NoRule, module: nn.Module) -> str:
+    """Return what to do about an operation without a rule."""
+    found = ["Predict by members", "choose a subspace behind it"]
+    if type(module).__name__.endswith("Experts"):  # low_rank has rules for the operations of batched_mm only
+        found.append("load the model with experts_implementation='batched_mm', which has rules")
+    if not isinstance(error.spread, Tangents):
+        found.append("structure='low_rank', which has rules for most operations")
+    return f"{', '.join(found[:-1])}, or {found[-1]}"
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 Every operation of torch is linearised by forward-mode differentiation, for all columns of the root at once. Sums of
 correlated tensors (a branch and its skip connection) are exact, because both refer to the same noise. Each layer with
-random weights adds noise of its own. The number of columns grows with units times tokens, so this structure is for
-small models. It is the reference by which ``diagonal`` is judged.
+random weights adds noise of its own, once in a pass. The number of columns grows with units times tokens, so this
+structure is for small models. It is the reference by which ``diagonal`` is judged.
 """
 
 from __future__ import annotations
@@ -19,16 +19,48 @@ from torch import Tensor
 from hf_bayes.models.single_pass import attention
 from hf_bayes.models.single_pass.gaussian_tensor import for_each_tensor, gaussian_tensors_in, mean_of, replaced
 from hf_bayes.models.single_pass.linear import root_of
+from hf_bayes.models.single_pass.operations import SOFTMAX
 
 MOST_NOISES = 4096
 """The largest number of outputs of a layer: with n of them, a row takes n^2 numbers and n^3 operations."""
 
 
 class NoiseSources:
-    """The number of independent noises e_j that one forward pass has added so far."""
+    """The independent noises e_j that one forward pass has added so far.
 
-    def __init__(self) -> None:
+    Args:
+        num_rows: returns B, the rows of the batch in the pass; None leaves the rows of inputs unchecked.
+    Attributes:
+        count: the number of noises.
+        paths: the random modules that have added them.
+    """
+
+    def __init__(self, num_rows: Callable[[], int] | None = None) -> None:
+        self.num_rows = num_rows
         self.count = 0
+        self.paths: set[str] = set()
+
+    def add_module(self, path: str, rows: int) -> None:
+        """Note that a random module adds its noise, for an input with so many rows.
+
+        Raises:
+            ValueError: for a module that has added its noise before. Its weights are the same in both calls, and new
+                noise would count as independent of the first. Also for rows that are not the rows of the batch, or one
+                row for all of them: outputs in different rows count as independent of each other.
+        """
+        remedy = "Choose structure='low_rank', leave the module out of the subspace, or predict by members"
+        if path in self.paths:
+            raise ValueError(
+                f"{path}: structure='full' supports one call of each random module in a forward pass, and the model "
+                f"calls this one again (as ALBERT and DeBERTa-v2 do). {remedy}"
+            )
+        if self.num_rows is not None and rows not in (expected := self.num_rows(), 1):
+            raise ValueError(
+                f"{path}: structure='full' takes the rows of a layer's input for the rows of the batch, got {rows} "
+                f"rows, expected {expected}: the model puts positions first (as XLNet does), or flattens tokens or "
+                f"windows into rows. {remedy}"
+            )
+        self.paths.add(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +88,10 @@ class Factors:
 
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of the result; see ``Spread``."""
+        if function is Tensor.detach:  # its derivative is 0, and its value has all the noise
+            return self
+        if self.deterministic_scores and function in SOFTMAX and result.ndim == 4:  # the scores of eager attention
+            return None
         if function in (Tensor.__iadd__, Tensor.add_):
             function = torch.add
         run: Callable[..., Any] = function
@@ -103,6 +139,7 @@ def added_noise(joint: Tensor, shape: torch.Size, transported: Factors | None, l
 
 def linear_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors) -> Factors:
     """Return the spread of a random linear layer's output; arguments as of ``drawn.linear_tangents``."""
+    settings.sources.add_module(layer.path, len(x))
     inputs, transported = _transported(x, noise, layer.law.mean, settings)
     shape = torch.Size((*x.shape[:-1], len(layer.law.mean)))
     _refuse_large(inputs.shape[2], shape[-1])
@@ -111,6 +148,7 @@ def linear_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Facto
 
 def lora_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors) -> Factors:
     """Return the spread of a random LoRA layer's output; ``layer`` is an ``installed.RandomLora``."""
+    settings.sources.add_module(layer.path, len(x))
     inputs, transported = _transported(x.to(layer.low.mean.dtype), noise, layer.whole, settings)
     rows, length, rank = inputs.shape[1], inputs.shape[2], len(layer.low.mean)
     _refuse_large(length, len(layer.high.mean))
@@ -121,9 +159,11 @@ def lora_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors
     values, vectors = torch.linalg.eigh(low_joint)
     fresh = (vectors * values.clamp_min(0).sqrt()[:, None]).permute(2, 0, 1).reshape(-1, rows, length, rank)
     low = torch.cat([F.linear(inputs, layer.low.mean), fresh])
-    joint = through + layer.high.joint(low)
+    joint = layer.factor * layer.scaling**2 * (through + layer.high.joint(low))
+    if layer.base is not None:  # the layer below the adapter is random, too
+        joint = joint + layer.base.factor * layer.base.law.joint(inputs)
     shape = torch.Size((*x.shape[:-1], len(b)))
-    return added_noise(layer.factor * layer.scaling**2 * joint, shape, transported, settings)
+    return added_noise(joint, shape, transported, settings)
 
 
 def _refuse_large(length: int, size: int) -> None:

@@ -22,7 +22,10 @@ class NoRule(ValueError):
 
     Attributes:
         what: the operation.
+        spread: of the uncertain tensor; None if it is not known.
     """
+
+    spread: Any = None
 
     def __init__(self, what: str) -> None:
         super().__init__(f"a single pass has no rule for {what}: predict by members")
@@ -74,22 +77,61 @@ class GaussianTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with plain_tensor_functions():
+            if func is Tensor.__deepcopy__:
+                # spreads are never written into, and a copy must refer to the same noise as its original
+                return GaussianTensor.of(mean_of(args[0]).clone(), args[0].spread)
             if func in _IN_PLACE:
-                raise NoRule(f"{name_of(func)}, which writes in place")
+                raise _no_rule(f"{name_of(func)} (it writes in place)", _spread_in(args, kwargs))
             result = func(*replaced(args, mean_of), **replaced(kwargs, mean_of))
-            if func in _NOISELESS or not _is_floating(result):
+            if func in _NOISELESS or not _is_floating(result) or (func in _LIKE and spread_of(args[0]) is None):
                 return result
-            spread = next(gaussian_tensors_in((args, kwargs))).spread.after(func, args, kwargs, result)
+            spread = _spread_behind(func, args, kwargs, result)
         if isinstance(result, Tensor):
             return result if spread is None else GaussianTensor.of(result, spread)
         pairs = zip(result, spread, strict=True)
-        return type(result)(each if own is None else GaussianTensor.of(each, own) for each, own in pairs)
+        return type(result)(
+            GaussianTensor.of(each, own) if own is not None and each.is_floating_point() else each
+            for each, own in pairs  # ``topk`` returns indices, too
+        )
+
+
+def _spread_in(args: Any, kwargs: Any) -> Any:
+    """Return the spread of the first Gaussian tensor among the arguments."""
+    return next(gaussian_tensors_in((args, kwargs))).spread
+
+
+def _spread_behind(function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Return the spread of a result, by the rule that the structure of the arguments has for the operation.
+
+    Raises:
+        NoRule: also for an operation that torch does not differentiate.
+    """
+    own = _spread_in(args, kwargs)
+    try:
+        return own.after(function, args, kwargs, result)
+    except NoRule as error:
+        error.spread = own
+        raise
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].rstrip(". ")
+        raise _no_rule(f"{name_of(function)} ({reason})", own) from error
+
+
+def _no_rule(what: str, spread: Any) -> NoRule:
+    error = NoRule(what)
+    error.spread = spread
+    return error
 
 
 _NOISELESS = {
     torch.zeros_like,
     torch.ones_like,
     torch.empty_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
     Tensor.new_zeros,
     Tensor.new_ones,
     Tensor.new_empty,
@@ -97,6 +139,10 @@ _NOISELESS = {
     Tensor.new_tensor,
 }
 """Operations that read the shape of a tensor and not its values."""
+
+
+_LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
+"""Operations that give a tensor the type or the shape of another one: the values of the other one are not read."""
 
 
 _IN_PLACE = {
@@ -107,6 +153,8 @@ _IN_PLACE = {
     Tensor.div_,
     Tensor.masked_fill_,
     Tensor.clamp_,
+    Tensor.index_add_,
+    Tensor.index_copy_,
 }
 """Operations that would change the mean and not the spread."""
 

@@ -24,7 +24,7 @@ from hf_bayes.models.single_pass.factors import Factors, linear_factors, lora_fa
 from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, mean_of, spread_of
 from hf_bayes.models.single_pass.later import Later
 from hf_bayes.models.single_pass.lora import lora_variance
-from hf_bayes.models.single_pass.norms import gain_of, rms_norm_variance
+from hf_bayes.models.single_pass.norms import eps_of, gain_of, rms_norm_variance
 from hf_bayes.models.single_pass.outer import Outer
 from hf_bayes.models.single_pass.sources import LinearSource
 from hf_bayes.models.single_pass.tangents import Tangents
@@ -88,7 +88,12 @@ class RandomLinear:
 
 
 class RandomLora:
-    """A LoRA layer whose factors are random, on a frozen linear layer; arguments as of ``RandomLinear``."""
+    """A LoRA layer whose factors are random, on a linear layer; arguments as of ``RandomLinear``.
+
+    Attributes:
+        base: the layer below the adapter, if its weight or bias is random, too (peft's ``bias="lora_only"``); set by
+            ``joined``. Its noise is part of the noise of this layer.
+    """
 
     def __init__(
         self, item: StackedLora, values: dict[str, Tensor], parts: dict[str, Any], factor: float,
@@ -96,7 +101,9 @@ class RandomLora:
     ) -> None:  # fmt: skip
         self.module, names, self.factor, self.shared = item.module, item.names, factor, shared
         self.path = next(iter(names.values())).rpartition(".lora_")[0]
-        self.scaling = self.module.scaling[item.adapter]
+        self.adapter = item.adapter
+        self.base: RandomLinear | None = None
+        self._weights: dict[str, Any] = {}
         base = self.module.base_layer
         self.transposed = isinstance(base, Conv1D)
         if type(base) is not nn.Linear and not self.transposed:
@@ -114,26 +121,55 @@ class RandomLora:
         self.draws = {key: draws[name].to(self.own[key]) for key, name in names.items() if name in draws}
 
     @property
-    def frozen(self) -> Tensor:
-        """The weight [out, in] of the layer below the adapter."""
+    def scaling(self) -> float:
+        """The scaling of the adapter; 0 within ``model.disable_adapter()``, where the adapter has no noise either."""
+        return 0.0 if self.module.disable_adapters else float(self.module.scaling[self.adapter])
+
+    @property
+    def below(self) -> Tensor:
+        """The weight [out, in] of the layer below the adapter, at its mean."""
+        if self.base is not None:
+            return self.base.law.mean
         weight = self.module.base_layer.weight.detach()
         return weight.mT if self.transposed else weight  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
     def whole(self) -> Tensor:
         """The weight [out, in] of the layer and its adapter at their means."""
-        return self.frozen.to(self.low.mean.dtype) + self.scaling * self.high.mean @ self.low.mean  # type: ignore[no-any-return]
+        scaling = self.scaling
+        dtype = self.low.mean.dtype
+        return self._kept("whole", lambda: self.below.to(dtype) + scaling * self.high.mean @ self.low.mean)
 
-    @cached_property
+    @property
     def square(self) -> Tensor:
         """The squares of ``whole``."""
-        return self.whole.square()
+        return self._kept("square", lambda: self.whole.square())
+
+    def _kept(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return a matrix that is computed once for each value of ``scaling``."""
+        if self._weights.get("scaling") != (scaling := self.scaling):
+            self._weights = {"scaling": scaling}
+        if name not in self._weights:
+            self._weights[name] = make()
+        found: Tensor = self._weights[name]
+        return found
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the output of the layer at the mean of its factors, in the order of peft's own operations."""
-        base: Tensor = self.module.base_layer(x)
+        """Return the output of the layer at the mean of its factors, in the order of peft's own operations.
+
+        Raises:
+            ValueError: for an adapter that has been merged.
+        """
+        if self.module.merged:
+            raise ValueError(
+                f"{self.path}: its adapter has been merged into the base model, and a single pass would add the "
+                "adapter once more. Call unmerge_adapter() first"
+            )
+        base: Tensor = self.module.base_layer(x) if self.base is None else self.base.mean(x)
+        if self.module.disable_adapters:
+            return base
         low = F.linear(x.to(self.own["lora_A"].dtype), self.own["lora_A"])
-        return (base + F.linear(low, self.own["lora_B"]) * self.scaling).to(base.dtype)  # type: ignore[no-any-return]
+        return (base + F.linear(low, self.own["lora_B"]) * self.scaling).to(base.dtype)
 
     def spread(self, x: Tensor, noise: Any, settings: Settings) -> Any:
         """Return the spread of the output; see ``RandomLinear.spread``."""
@@ -144,8 +180,7 @@ def _linear_diagonal(
     layer: RandomLinear, x: Tensor, noise: DiagonalSpread | None, settings: DiagonalSpread
 ) -> DiagonalSpread:
     before = None if noise is None else noise.variance
-    added = layer.factor * layer.law.variance(x, before)
-    parts = [(added, _features(layer.law.token_features(x)))]
+    parts = [_added(layer, x, before)]
     if noise is not None:
         parts.append((noise.variance @ layer.square.mT, noise.features))
     source = LinearSource(layer.law.mean, before, x, layer.law, layer.factor)
@@ -165,7 +200,25 @@ def _lora_diagonal(
     ]
     if noise is not None:
         parts.append((noise.variance @ layer.square.mT, noise.features))
+    if layer.base is not None:
+        parts.append(_added(layer.base, x, before))
     return settings.new(_total(parts), blended(parts) if x.ndim == 3 else None)
+
+
+def _added(layer: RandomLinear, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the variance that the noise of the layer's weights adds, and the features of its tokens."""
+    return layer.factor * layer.law.variance(x, before), _features(layer.law.token_features(x))
+
+
+def _lora_tangents(layer: RandomLora, x: Tensor, noise: Tangents | None, settings: Tangents) -> Tangents:
+    found, base = lora_tangents(layer, x, noise, settings), layer.base
+    if base is None:
+        return found
+    own = LinearSource(base.law.mean, None, x.to(base.law.mean.dtype), base.law, base.factor)
+    before = None if noise is None else Later(lambda choose: noise.at(choose).moved)
+    # a weight of 0: ``lora_tangents`` already transports the noise of the input
+    added = settings.new(before, Outer(torch.zeros_like(base.law.mean), own, base.draws, shared=base.shared))
+    return settings.new(Later(lambda choose: found.at(choose).moved + added.at(choose).moved))
 
 
 _LINEAR_RULES: dict[type, Callable[..., Any]] = {
@@ -178,7 +231,7 @@ _LINEAR_RULES: dict[type, Callable[..., Any]] = {
 _LORA_RULES: dict[type, Callable[..., Any]] = {
     DiagonalSpread: _lora_diagonal,
     Factors: lora_factors,
-    Tangents: lora_tangents,
+    Tangents: _lora_tangents,
 }
 """The same for random LoRA layers."""
 
@@ -207,6 +260,15 @@ def random_module(
         f"{name}: this structure of a single pass has no rule for a random {type(item.module).__name__}. It supports "
         f"{SUPPORTED}. Choose structure='low_rank', freeze it, or predict by members"
     )
+
+
+def joined(modules: list[Any]) -> list[Any]:
+    """Return the replacements of modules, after each LoRA layer has got the random layer below its adapter."""
+    linear = {id(one.module): one for one in modules if isinstance(one, RandomLinear)}
+    for one in modules:
+        if isinstance(one, RandomLora):
+            one.base = linear.get(id(one.module.base_layer))
+    return modules
 
 
 # -- frozen modules with a rule of their own -----------------------------------------------------------------------
@@ -250,14 +312,14 @@ def _conv1d_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
 
 
 def _rms_norm_diagonal(module: Any, mean: Tensor, spread: DiagonalSpread) -> DiagonalSpread:
-    eps = _eps_of(module)
+    eps = eps_of(module)
     wide = mean.to(spread.variance.dtype)
     gain = gain_of(module, eps, mean).to(wide.dtype)
     return spread.new(rms_norm_variance(wide, spread.variance, gain, eps), spread.features)
 
 
 def _rms_norm_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
-    eps = _eps_of(module)
+    eps = eps_of(module)
     return spread.by_norm(mean, gain_of(module, eps, mean), eps, centred=False)
 
 
@@ -273,11 +335,6 @@ def _activation_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangent
 _CONV1D: Rules = {DiagonalSpread: _conv1d_diagonal, Factors: _factors, Tangents: _conv1d_tangents}
 _FAMILY_RMS_NORM: Rules = {DiagonalSpread: _rms_norm_diagonal, Factors: _factors, Tangents: _rms_norm_tangents}
 _ACTIVATION: Rules = {DiagonalSpread: _activation_diagonal, Factors: _factors, Tangents: _activation_tangents}
-
-
-def _eps_of(module: Any) -> float:
-    eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0)
-    return float(eps)
 
 
 def _features(features: Tensor) -> Tensor | None:

@@ -8,6 +8,8 @@ a_ij = (1 + x^_i x^_j) / D for LayerNorm. RMSNorm has mu = 0 and a_ij = x^_i x^_
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,3 +50,9 @@ def gain_of(norm: torch.nn.Module, eps: float, like: Tensor) -> Tensor:
     ones = torch.ones(1, like.shape[-1], dtype=like.dtype, device=like.device)
     found: Tensor = type(norm).forward(norm, ones)[0]
     return found * (1 + eps) ** 0.5  # type: ignore[no-any-return]
+
+
+def eps_of(norm: Any) -> float:
+    """Return the eps of an RMSNorm of a model family; families store it under two names."""
+    eps: Any = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0.0)
+    return float(eps)

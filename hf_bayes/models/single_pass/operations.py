@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_bayes.models.single_pass.gaussian_tensor import NoRule, gaussian_tensors_in, spread_of
+from hf_bayes.models.single_pass.gaussian_tensor import NoRule, gaussian_tensors_in, name_of, spread_of
 
 RESHAPES = (
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten, Tensor.clone,
@@ -30,6 +30,8 @@ SUMS = (
     Tensor.__iadd__, Tensor.add_,
 )  # fmt: skip
 """Sums and differences of two tensors."""
+
+SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 
 PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
@@ -67,3 +69,33 @@ def is_one_number(factor: Any) -> bool:
 def as_tuple(index: Any) -> tuple[Any, ...]:
     """Return an index of one dimension or of several as a tuple."""
     return index if isinstance(index, tuple) else (index,)
+
+
+def index_of_each(function: Any, args: Any, num_dims: int) -> list[Any] | None:
+    """Return what an indexing operation takes from each dimension of its tensor; new dimensions are left out.
+
+    Args:
+        function: the indexing with brackets, ``select`` or ``narrow``.
+        args: its arguments, the tensor first.
+        num_dims: the number of dimensions of the tensor.
+    Returns:
+        One index for each dimension, ``slice(None)`` for a dimension that is taken as a whole. None if the dimensions
+        cannot be told apart: for several indices that are tensors, which become one dimension, or for a mask of several
+        dimensions.
+    """
+    found: list[Any] = [slice(None)] * num_dims
+    if "getitem" not in name_of(function):
+        if len(args) < 3:
+            return None
+        dim, start = args[1:3]
+        found[dim] = slice(start, start + args[3]) if "narrow" in name_of(function) else start
+        return found
+    given = [item for item in as_tuple(args[1]) if item is not None]
+    lists = [item for item in given if isinstance(item, (Tensor, list))]
+    if len(lists) > 1 or any(torch.as_tensor(item).ndim != 1 for item in lists):
+        return None
+    place = next((index for index, item in enumerate(given) if item is Ellipsis), len(given))
+    before, behind = given[:place], given[place + 1 :]
+    found[:place] = before
+    found[num_dims - len(behind) :] = behind
+    return found

@@ -1,9 +1,10 @@
 """Outputs y = gain (W x + noise of W) of a linear layer, kept as the columns of its input x until they are asked for.
 
 The covariance of y is W F F' W' and the exact covariance of the noise of W, where F are the columns of x. The noise of
-W multiplies the second moment of x (``weight_laws``, eq. 1). Only where y goes on through the network, the noise of W
-is sketched by the draws that all layers share. Leading columns of the covariance of all weights
-(``drawn.leading_columns``) move W together with x: they are columns of y in both cases.
+W multiplies the second moment of x (``weight_laws``, eq. 1). Where y goes on through the network, the noise of W is
+sketched by the draws that all layers share. It is also sketched if the noise of W is correlated with the noise of x, as
+with a full covariance: the two exact parts would leave out the covariance between them. Leading columns of the
+covariance of all weights (``drawn.leading_columns``) move W together with x: they are columns of y in all cases.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Outer:
         draws: [S, C, n] draws of the noise of W, and [S, C] of the bias, over sqrt(S); None if frozen.
         gain: the outputs have been multiplied by this number.
         shared: the number of draws, the first ones, that are leading columns. ``own`` does not contain their noise.
+        drawn: True if the noise of W is correlated with the noise of x. ``draws`` then take the place of ``own``.
     """
 
     weight: Tensor | None
@@ -37,6 +39,7 @@ class Outer:
     draws: tuple[Tensor | None, Tensor | None] = (None, None)
     gain: float | Tensor = 1.0
     shared: int = 0
+    drawn: bool = False
 
     def columns(self, inputs: Tensor | None) -> Tensor:
         """Return [S + 1, ..., C], the columns and the drift of y; the noise of W is sketched.
@@ -94,7 +97,7 @@ class Outer:
     def _sources(self, inputs: Tensor | None) -> Iterator[LinearSource]:
         """Yield the noise of W times E x, and times each column of x: the second moment of x is their sum (eq. 1)."""
         own = self.own
-        if own is None or own.law is None or own.mean is None:
+        if own is None or own.law is None or own.mean is None or (self.drawn and inputs is not None):
             return
         yield replace(own, mean=self._expected(inputs))
         if inputs is not None:
@@ -120,13 +123,19 @@ class Outer:
             yield some.view(len(some), *[1] * len(lead), -1).expand(len(some), *lead, -1)
 
     def _each(self, inputs: Tensor | None) -> Iterator[Tensor]:
-        """Yield W F, with what leading columns add, a column at a time: all of a vocabulary take too much memory."""
+        """Yield W F, with what draws of W add to it, a column at a time: all of a vocabulary take too much memory.
+
+        Leading columns move W, and all other draws do if they are ``drawn``.
+        """
         expected = self._expected(inputs)
-        x = None if expected is None else expected[None]
-        for index in range(self.shared if inputs is None else len(inputs) - 1):
+        count = self.shared if inputs is None else len(inputs) - 1
+        for index in range(count):
             parts = [] if inputs is None else [self._behind(inputs[index])]
-            if index < self.shared:
-                parts += [part[0] for part in self._moved(x, slice(index, index + 1))]
+            if index < self.shared or self.drawn:
+                x = expected
+                if x is not None and inputs is not None and index >= self.shared:
+                    x = x + float(count - self.shared) ** 0.5 * inputs[index].to(x.dtype)  # as ``at_draws``
+                parts += [part[0] for part in self._moved(None if x is None else x[None], slice(index, index + 1))]
             yield widened(sum(parts[1:], parts[0]))
 
 

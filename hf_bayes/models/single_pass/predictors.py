@@ -19,7 +19,7 @@ from hf_bayes.models.prediction.inputs import member_outputs
 from hf_bayes.models.predictives import custom as custom_predictives
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING_OF_WORDS, rank_for
-from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
+from hf_bayes.models.single_pass.driver import STRUCTURES, SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor
 from hf_bayes.models.single_pass.vocabulary import GaussianWords, word_prediction
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
@@ -53,18 +53,28 @@ def factors_of(model: BayesianModel) -> Mapping[str, float]:
     return {} if model.posterior is None else model.posterior.config.layer_factors
 
 
+def refuse_rank_without_columns(structure: str, rank: int | None) -> None:
+    """Raise if a rank is given to a structure of ``driver.STRUCTURES`` that has no columns to count."""
+    if rank is not None and structure in STRUCTURES and structure != "low_rank":
+        raise ValueError(
+            f"rank is the number of columns of structure='low_rank', got rank={rank!r} with structure={structure!r}, "
+            "which has none: leave rank out, or choose structure='low_rank'"
+        )
+
+
 class SinglePassPredictor:
     """Predict from Gaussian outputs of one forward pass for each component of the posterior.
 
     Args:
         link: from Gaussian logits to probabilities; regressions need none.
         structure: the structure of the covariance of hidden states, one of ``driver.STRUCTURES``.
-        rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
+        rank: the number of columns, of the structure "low_rank" only; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
         second_order: True to add the second order in the noise to the mean ("low_rank" only). None adds it there: the
             mean weights are surer than the members, and have less epistemic uncertainty at the same variance.
     Raises:
-        ValueError: for an unknown link or structure, a posterior that is not Gaussian, or a module without a rule.
+        ValueError: for an unknown link or structure, a rank without columns, a posterior that is not Gaussian, or a
+            module without a rule.
     """
 
     prediction = SINGLE_PASS
@@ -83,6 +93,7 @@ class SinglePassPredictor:
     ) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
+        refuse_rank_without_columns(structure, rank)
         self.link: str | None = link
         gaussian = gaussian_of(model)
         how: dict[str, Any] = {
@@ -158,12 +169,12 @@ class SinglePassTokens:
 
     Args:
         structure: "low_rank" or "diagonal", of ``driver.STRUCTURES``.
-        rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``, of
+        rank: the number of columns, of the structure "low_rank" only; None means ``drawn.rank_for``, of
             ``LEADING_OF_WORDS``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
         second_order: as of ``SinglePassPredictor``.
     Raises:
-        ValueError: for a posterior that is not one Gaussian, or a module without a rule.
+        ValueError: for a rank without columns, a posterior that is not one Gaussian, or a module without a rule.
     """
 
     prediction = SINGLE_PASS
@@ -185,7 +196,9 @@ class SinglePassTokens:
     ) -> None:
         if structure == "full":
             raise ValueError("structure='full' has no language models: choose 'low_rank' or 'diagonal'")
+        refuse_rank_without_columns(structure, rank)
         self.causal = causal
+        self.fills_static_caches = causal.head.alike  # else keys and values are uncertain
         gaussian = gaussian_of(model)
         if len(gaussian.means) > 1:
             raise ValueError(

@@ -47,8 +47,10 @@ def element_columns(function: Callable[[Tensor], Tensor], mean: Tensor, moved: T
     multiplied by the root of Var g(x) / v, with the sign of E g'(x) = Cov(x, g(x)) / v. The slope at m alone would
     give a wide tanh a variance above its bound. Narrow numbers take the slope: differences of g would be rounding.
     """
-    expected, std = widened(mean + moved[-1]), widened(moved[:-1]).square().sum(0).sqrt()
-    here = function(widened(mean))
+    # in one order in memory: elsewhere torch rounds activations in another way, and without noise a drift would remain
+    here = function(widened(mean).contiguous())
+    expected = widened(mean + moved[-1]).contiguous()
+    std = widened(moved[:-1]).square().sum(0).sqrt().contiguous()
     drift, square, along = (torch.zeros_like(std) for _ in range(3))
     for node, weight in zip(*HERMITE, strict=True):
         change = function(expected + node * std) - here
@@ -85,7 +87,9 @@ def attention_columns(
         query, key, value: at least one with columns.
         shared: the number of columns, the first ones, that are no draws.
     """
-    before = weights_of(query[0], key[0]) @ value[0]
+    # the means by the same sums, so that their order in memory, and with it all rounding, is that of ``here``
+    q, k, v = (_at_drift(pair, 0)[0] for pair in (query, key, value))
+    before = weights_of(q, k) @ v
     (q, dq), (k, dk), (v, dv) = pairs = [_at_drift(pair) for pair in (query, key, value)]
     weights = weights_of(q, k)
     here = weights @ v
@@ -130,7 +134,7 @@ def attention_shift(
     return total / (2 * step**2)
 
 
-def _at_drift(pair: Pair) -> Pair:
-    """Return mean + drift and the columns, of a mean and its columns with the drift below them."""
+def _at_drift(pair: Pair, times: int = 1) -> Pair:
+    """Return mean + times drift and the columns, of a mean and its columns with the drift below them."""
     mean, moved = pair
-    return (mean, None) if moved is None else (mean + moved[-1], moved[:-1])
+    return (mean, None) if moved is None else (torch.add(mean, moved[-1], alpha=times), moved[:-1])

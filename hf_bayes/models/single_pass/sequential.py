@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.members.context import Context
 from hf_bayes.members.stacked import stack
-from hf_bayes.models.single_pass.drawn import rank_for
 from hf_bayes.models.single_pass.driver import (
     STRUCTURES,
+    checked_rank,
     naming_modules,
     random_forward,
     random_modules,
@@ -50,11 +49,12 @@ def sequential_outputs(
         structure: of the covariance of hidden states, one of ``driver.STRUCTURES``.
         rank: the number of columns of "low_rank"; None means ``drawn.rank_for``.
     Raises:
-        ValueError: naming a module without a rule, before the pass, or for an unknown structure.
+        ValueError: naming a module without a rule, before the pass, or for an unknown structure or rank.
     """
     if structure not in STRUCTURES:
         raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {structure!r}")
-    each = list(_layers(model))
+    columns = checked_rank(rank, covariance)
+    each = _layers(model)
     for path, module in each:
         if not isinstance(module, LAYERS) or (isinstance(module, nn.Dropout) and module.training):
             raise ValueError(
@@ -63,9 +63,8 @@ def sequential_outputs(
             )
     parameters = dict(model.named_parameters())
     items = stack(model, {id(parameters[name]): name for name in layout.names}, Context())
-    rank = (rank or rank_for(covariance)) if structure == "low_rank" else 0
-    settings = settings_of(structure)
-    random = {id(item.module): item for item in random_modules(items, layout, mean, covariance, rank, x.device)}
+    settings, num_columns = settings_of(structure), columns if structure == "low_rank" else 0
+    random = {id(item.module): item for item in random_modules(items, layout, mean, covariance, num_columns, x.device)}
     hidden: Any = x
     with naming_modules(model):
         for _, module in each:
@@ -75,11 +74,7 @@ def sequential_outputs(
     return mean_of(hidden), hidden.spread.covariance()
 
 
-def _layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and the module of each layer of nested sequences, in order."""
-    for name, module in model.named_children():
-        inner = f"{path}.{name}" if path else name
-        if isinstance(module, nn.Sequential):
-            yield from _layers(module, inner)
-        else:
-            yield inner, module
+def _layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """Return the path and the module of each layer of nested sequences, in order. A module may stand there twice."""
+    each = model.named_modules(remove_duplicate=False)
+    return [(path, module) for path, module in each if not isinstance(module, nn.Sequential)]

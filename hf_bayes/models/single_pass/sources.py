@@ -10,9 +10,6 @@ from torch import Tensor
 
 from hf_bayes.models.single_pass.weight_laws import WeightLaw
 
-MAX_DENSE = 64
-"""The largest number of outputs for which the covariance between the noises of rows of W is used."""
-
 
 @dataclass(frozen=True, eq=False)
 class LinearSource:
@@ -44,19 +41,12 @@ class LinearSource:
         return self.gain**2 * torch.stack(parts).sum(0)
 
     def times(self, vectors: Tensor) -> Tensor:
-        """Return [..., C], the covariance times ``vectors`` [..., C], without forming it.
-
-        The rows of a random W with more than ``MAX_DENSE`` outputs count as independent.
-        """
+        """Return [..., C], the covariance times ``vectors`` [..., C], without forming it."""
         found = torch.zeros_like(vectors)
         if self.variance is not None:
             found = found + ((vectors @ self.weight) * self.variance) @ self.weight.mT
         if self.law is not None and self.mean is not None:
-            if len(self.weight) > MAX_DENSE:
-                own = self.law.variance(self.mean, self.variance) * vectors
-            else:
-                own = (self.law.covariance(self.mean, self.variance) @ vectors[..., None])[..., 0]
-            found = found + self.factor * own
+            found = found + self.factor * self.law.times(self.mean, self.variance, vectors)
         return self.gain**2 * found
 
     def scaled(self, factor: float | Tensor) -> LinearSource:

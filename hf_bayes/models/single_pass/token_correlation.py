@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +53,36 @@ def blended(parts: list[tuple[Tensor, Tensor | None]]) -> Tensor | None:
         weighted = turned * variance.mean(-1, keepdim=True).sqrt()
         found = weighted if found is None else found + weighted
     return None if found is None else unit(found)
+
+
+def position_dim(features: Tensor, shape: Sequence[int]) -> int | None:
+    """Return the dimension of positions in a tensor that has the features [B, T, q].
+
+    Args:
+        shape: of the tensor, with a known dimension of positions for [B, T, D], [B, H, T, d] and [B, T, H, d]. None is
+            returned for other arrangements.
+    """
+    rows, positions = features.shape[:2]
+    dims = {3: (1,), 4: (2, 1)}.get(len(shape), ()) if shape[0] == rows else ()
+    return next((dim for dim in dims if shape[dim] == positions), None)
+
+
+def chosen(features: Tensor, shape: Sequence[int], index: list[Any], found: Sequence[int]) -> Tensor | None:
+    """Return the features of the rows and the positions that are taken from a tensor; None if one of the two is lost.
+
+    Args:
+        shape: of the tensor that has the features.
+        index: of each of its dimensions (``operations.index_of_each``).
+        found: the shape of the result.
+    """
+    if len(found) < 3:
+        return None
+    if (dim := position_dim(features, shape)) is not None:
+        if isinstance(index[0], int) or isinstance(index[dim], int):
+            return None
+        features = features[index[0]][:, index[dim]]
+    fits = found[0] == features.shape[0] and features.shape[1] in found[1:-1]
+    return features if fits else None
 
 
 @functools.cache

@@ -47,6 +47,7 @@ class WeightLaw:
         bias_values: [out] variances of a random bias, without the directions; None if the bias is frozen.
         columns: [r, out, in + 1], the last entry for the bias; None if there are no directions.
         scales: [r], of either sign.
+        correlated: True if the noise of W or b may be correlated with the noise of other layers.
     """
 
     mean: Tensor
@@ -57,6 +58,7 @@ class WeightLaw:
     bias_values: Tensor | None = None
     columns: Tensor | None = None
     scales: Tensor | None = None
+    correlated: bool = False
 
     def variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
         """Return [..., out], the variance that W and b add to W a + b (eq. 38 if V is diagonal).
@@ -95,6 +97,28 @@ class WeightLaw:
         found = found + torch.einsum("r,...rk,...rl->...kl", self.scales, spread, spread)
         if variance is not None:
             found = found + torch.einsum("r,rki,...i,rli->...kl", self.scales, weights, variance, weights)
+        return found
+
+    def times(self, mean: Tensor, variance: Tensor | None, vectors: Tensor) -> Tensor:
+        """Return [..., out], ``covariance`` times ``vectors`` [..., out], without forming it.
+
+        Args:
+            mean: [..., in] E a.
+            variance: [..., in] variances of a; None means 0.
+            vectors: [..., out].
+        """
+        rotated = self._rotated_moment(mean, variance) @ self.values.mT
+        found = rotated * vectors if self.left is None else (rotated * (vectors @ self.left)) @ self.left.mT
+        found = found if self.bias_values is None else found + self.bias_values * vectors
+        if self.columns is None or self.scales is None:
+            return found
+        weights = self.columns[..., :-1]
+        spread = torch.einsum("rki,...i->...rk", weights, mean) + self.columns[..., -1]
+        along = self.scales * (spread @ vectors[..., None])[..., 0]
+        found = found + (along[..., None, :] @ spread)[..., 0, :]
+        if variance is not None:
+            shared = torch.einsum("rki,...k->...ri", weights, vectors) * variance[..., None, :]
+            found = found + torch.einsum("r,rki,...ri->...k", self.scales, weights, shared)
         return found
 
     def without_bias(self) -> WeightLaw:
@@ -148,10 +172,13 @@ class _Part:
     right: Tensor | None = None
     columns: Tensor | None = None
     scales: Tensor | None = None
+    correlated: bool = False
 
 
 def parts_of(covariance: Covariance, layout: Layout) -> dict[str, _Part]:
-    """Return the covariance of each tensor of ``layout``. The covariance between tensors of two modules is dropped.
+    """Return the covariance of each tensor of ``layout``.
+
+    The covariance between tensors of two modules is dropped, and ``correlated`` marks the tensors that may have one.
 
     Raises:
         ValueError: for a structure without a rule.
@@ -169,11 +196,13 @@ def parts_of(covariance: Covariance, layout: Layout) -> dict[str, _Part]:
         case LowRank():
             columns = layout.unflatten((covariance.std[:, None] * covariance.basis).mT)
             stds = layout.unflatten(covariance.std)
-            return {n: _Part(stds[n].square(), None, None, columns[n], covariance.scale - 1) for n in layout.names}
+            added = covariance.scale - 1
+            mixed = bool(added.any())
+            return {n: _Part(stds[n].square(), None, None, columns[n], added, mixed) for n in layout.names}
         case Full():
             columns = layout.unflatten(covariance.root(torch.eye(covariance.dim).to(covariance.precision_cholesky)))
             ones = torch.ones(covariance.dim).to(covariance.precision_cholesky)
-            return {n: _Part(torch.zeros_like(v[0]), None, None, v, ones) for n, v in columns.items()}
+            return {n: _Part(torch.zeros_like(v[0]), None, None, v, ones, True) for n, v in columns.items()}
     raise ValueError(
         f"a single pass has no rule for a covariance of kind {covariance.kind!r}: it has rules for diagonal, "
         "kronecker, low_rank and full. Predict by members"
@@ -212,7 +241,8 @@ def weight_law(mean: Tensor, bias: Tensor | None, weight: _Part | None, offset: 
         ]
         columns = torch.cat(pieces, -1)
     own = None if offset is None else offset.values
-    return WeightLaw(mean, bias, weight.values, weight.left, weight.right, own, columns, scales)
+    correlated = any(part.correlated for part in given)
+    return WeightLaw(mean, bias, weight.values, weight.left, weight.right, own, columns, scales, correlated)
 
 
 def transposed(part: _Part | None) -> _Part | None:
@@ -220,4 +250,4 @@ def transposed(part: _Part | None) -> _Part | None:
     if part is None:
         return None
     columns = None if part.columns is None else part.columns.mT
-    return _Part(part.values.mT, part.right, part.left, columns, part.scales)
+    return _Part(part.values.mT, part.right, part.left, columns, part.scales, part.correlated)

@@ -13,14 +13,16 @@ from hf_bayes import HMCConfig, LaplaceConfig, attach, fit_laplace, sample
 from hf_bayes.core.layout import Layout, initial, select
 from hf_bayes.diagnostics.convergence import ess, require_converged
 from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.distributions.covariance import COVARIANCES, dense
+from hf_bayes.distributions.covariance import COVARIANCES, Diagonal, Full, dense
 from hf_bayes.models.linearised import outputs as linearised
 from hf_bayes.models.linearised.outputs import gaussian_outputs
 from hf_bayes.uncertainty.gaussian_links import LINKS
+from scripts.reproduce.small_models import attached
 from tests import tiny_models as models
+from tests.members import subject_models
 from tests.models.linear_cases import last_layer_bert, lora_bert, random_covariance, tagger
 from tests.runs import label_rows
-from tests.tiny_models import tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
+from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 
 
 def brute_force(model: nn.Module, layout: Layout, inputs: dict[str, Tensor], theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +65,11 @@ CASES = {
     "block": (last_layer_bert, "last_block"),
     "head": (last_layer_bert, "last_layer"),
     "decoder head": (last_layer_decoder, "last_layer"),
+    "patches, norms": (lambda: tiny_vit(dtype=torch.float64, hidden_size=4, intermediate_size=6), r"projection|norm"),
+    "convolutions, batch norms": (
+        lambda: subject_models.resnet(torch.float64, embedding_size=4, hidden_sizes=[4], depths=[1]).eval(),
+        r"stages|classifier",
+    ),
     "tagger": (tagger, r"layer\.1\.attention\.self\.query"),
     "tagger's head": (tagger, "last_layer"),
 }
@@ -152,6 +159,31 @@ def test_callers_may_have_gradients_switched_off(mode: Any) -> None:
         with mode():
             found = gaussian_outputs(bayesian, gaussian, models.images(dtype=torch.float64))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("build", [lora_bert, tagger])
+def test_autocast_leaves_covariances_their_dtype(build: Any) -> None:
+    model = build().float()
+    layout, inputs = select(model, r"lora_|query"), models.batch()
+    with attach(model, subspace=r"lora_|query") as bayesian:
+        gaussian = Gaussian.diagonal(bayesian.theta.detach(), torch.full((1, layout.dim), 1e-4))
+        expected = gaussian_outputs(bayesian, gaussian, inputs).covariance
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = gaussian_outputs(bayesian, gaussian, inputs).covariance
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() < 0.05 * expected.norm()  # the model's own forward is in bfloat16
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "full"])
+def test_a_disabled_adapter_has_no_part_in_the_covariance(kind: str) -> None:
+    found = []
+    for subspace in ("lora_|classifier", "classifier"):
+        model = with_lora(tiny_bert(dtype=torch.float64, num_labels=3))
+        std = torch.full((select(model, subspace).dim,), 0.1, dtype=torch.float64)
+        covariance = Diagonal(std) if kind == "diagonal" else Full((std**-1).diag())
+        with attached(model, subspace, covariance=covariance) as bayesian, model.disable_adapter():
+            found.append(bayesian.linearise()(**batch()).epistemic)
+    torch.testing.assert_close(*found)
 
 
 def test_small_posteriors_spread_members_as_linearised() -> None:

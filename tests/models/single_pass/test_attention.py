@@ -33,6 +33,20 @@ def test_weights_are_torchs_own() -> None:
     assert (attention.weights_of(Q, K, mask, D**-0.5, causal=False) - WEIGHTS).abs().max() < 1e-12
 
 
+def test_a_row_without_keys_has_no_weights_and_no_noise() -> None:
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    mask[0] = False
+
+    def weights(query: Tensor) -> Tensor:
+        return attention.weights_of(query, K, mask, D**-0.5, causal=False)
+
+    value, moved = torch.func.jvp(weights, (Q,), (normal(*Q.shape, seed=6),))
+    assert value[:, :, 0].abs().max() == 0
+    assert moved[:, :, 0].abs().max() == 0
+    assert bool(moved.isfinite().all())
+    assert torch.equal(value[:, :, 1:], WEIGHTS[:, :, 1:])
+
+
 def test_values_that_share_weights_are_correlated() -> None:
     draws = torch.einsum("bhts,nbhsd->nbhtd", WEIGHTS, noise(4, 0.1))
     variance = 0.01 * X.square().sum(-1)[:, None, :, None].expand(B, H, T, D)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from hf_bayes.models.single_pass.diagonal import DiagonalSpread
 from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor
-from hf_bayes.models.single_pass.token_correlation import NUM_FEATURES
+from hf_bayes.models.single_pass.token_correlation import NUM_FEATURES, unit
+from scripts.reproduce.small_models import FAMILIES, attached
 from tests.models.single_pass.cases import normal
+from tests.tiny_models import batch
 
 SHAPE = (2, 3, 4)
 MEAN, VARIANCE = normal(*SHAPE), 0.1 + normal(*SHAPE, seed=1).square()
@@ -63,3 +66,25 @@ def test_pooled_tokens_are_correlated_by_their_features() -> None:
     expected = VARIANCE.sqrt().mean(1).square()
     assert (equal.spread.variance - expected).abs().max() < 1e-12  # type: ignore[attr-defined]
     assert bool((independent.spread.variance < expected).all())  # type: ignore[attr-defined]
+
+
+def test_chosen_rows_and_tokens_keep_their_correlation() -> None:
+    features = unit(normal(2, 3, NUM_FEATURES, seed=4))
+    x = GaussianTensor.of(MEAN.clone(), DiagonalSpread(VARIANCE, features))
+    heads: Any = x.view(2, 3, 2, 2).transpose(1, 2)
+    assert torch.equal(heads[:, :, -2:].spread.features, features[:, -2:])
+    assert torch.equal(heads[torch.tensor([1, 0]), ...].spread.features, features.flip(0))
+    assert torch.equal(heads.index_select(2, torch.tensor([2, 0])).spread.features, features[:, [2, 0]])
+    assert torch.equal(heads[..., :1].spread.features, features)
+
+
+def test_a_cache_with_a_window_keeps_the_correlation() -> None:
+    build, subspace = FAMILIES["mistral"]  # a window of 4 tokens
+    inputs = batch(length=7, rows=2)
+    with attached(build(), subspace, 1e-3) as bayesian, torch.no_grad():
+        bayesian.single_pass(structure="diagonal")
+        whole = bayesian(**inputs).epistemic[:, 6:].flip(0)
+        cache = bayesian(input_ids=inputs["input_ids"][:, :6], use_cache=True).past_key_values
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        found = bayesian(input_ids=inputs["input_ids"][:, 6:].flip(0), past_key_values=cache).epistemic
+    assert (found / whole - 1).abs().max() < 1e-6  # rounding

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hf_bayes.core.layout import select
-from hf_bayes.distributions.covariance import COVARIANCES, Diagonal, LowRank, dense
+from hf_bayes.core.layout import initial, select
+from hf_bayes.distributions.covariance import COVARIANCES, Covariance, Diagonal, Full, LowRank, dense
 from hf_bayes.models.single_pass.drawn import LEADING, RANK, draws_of, leading_columns, rank_for
 from scripts.reproduce.small_models import FAMILIES, attached, member_moments
 from tests.members import subject_models
 from tests.models.linear_cases import random_covariance
+from tests.models.linearised.test_outputs import brute_force
 from tests.models.single_pass.cases import DOUBLE, normal
 from tests.models.single_pass.test_driver import run
-from tests.tiny_models import inputs_of, tiny_bert, tiny_gpt2, tiny_llama
+from tests.tiny_models import inputs_of, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
 SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = FAMILIES | {
     "norms of bert": (lambda: tiny_bert(dtype=DOUBLE), r"layer\.0\..*LayerNorm|pooler"),
@@ -88,6 +90,80 @@ def test_wide_directions_of_head_and_body_move_together() -> None:
     assert torch.allclose(spread.covariance().diagonal(dim1=-2, dim2=-1), spread.variance)
     apart = spread.new(spread.held, replace(spread.outer, shared=0))
     assert (apart.variance / expected - 1).abs().max() > 0.12  # the head moves alone
+
+
+def laplace_like(kind: str, jacobian: Tensor) -> Covariance:
+    """The covariance (tau + N J'J)^-1, which the data have narrowed along a few directions of all parameters."""
+    rows = 1e3 * jacobian.flatten(0, -2)
+    tau = torch.full(jacobian.shape[-1:], 1e4, dtype=DOUBLE)
+    return (
+        LowRank.less(tau, rows.mT) if kind == "low_rank" else Full(torch.linalg.cholesky(tau.diag() + rows.mT @ rows))
+    )
+
+
+@pytest.mark.parametrize("kind", ["low_rank", "full"])
+def test_narrow_directions_of_head_and_body_move_together(kind: str) -> None:
+    model = tiny_bert(dtype=DOUBLE, hidden_size=4, intermediate_size=6)
+    subspace, inputs = r"layer\.1\.output|classifier", inputs_of(model, rows=2)
+    layout = select(model, subspace)
+    _, jacobian = brute_force(model, layout, inputs, initial(model, layout))
+    covariance = laplace_like(kind, jacobian)
+    expected = jacobian @ dense(covariance, jacobian) @ jacobian.mT
+    with attached(model, subspace, covariance=covariance) as bayesian:
+        spread = run(bayesian, inputs, rank=4000).spread
+    size, vectors = expected.diagonal(dim1=-2, dim2=-1).max(), normal(2, 3)
+    # 5 standard errors: sqrt(2 / 4,000)
+    assert (spread.covariance() - expected).abs().max() < 0.11 * size
+    assert (spread.variance - spread.covariance().diagonal(dim1=-2, dim2=-1)).abs().max() < 1e-10 * size
+    product = (spread.covariance() @ vectors[..., None])[..., 0]
+    assert (spread.times(vectors) - product).abs().max() < 1e-10 * size
+    apart = spread.new(spread.held, replace(spread.outer, drawn=False))
+    assert (apart.covariance() - expected).abs().max() > size  # head and body move independently
+
+
+@pytest.mark.parametrize(("build", "width"), [(tiny_gpt2, "n_embd"), (tiny_llama, "hidden_size")])
+def test_a_tied_head_moves_with_the_embeddings(build: Any, width: str) -> None:
+    model = build(dtype=DOUBLE, tie_word_embeddings=True, **{width: 8})
+    layout, inputs = select(model, "embed_tokens|wte"), inputs_of(model, rows=1)
+    _, jacobian = brute_force(model, layout, inputs, initial(model, layout))
+    covariance = Diagonal(torch.full((layout.dim,), 1e-6, dtype=DOUBLE))
+    expected = (1e-6**2 * jacobian.square()).sum(-1)
+    with attached(model, "embed_tokens|wte", covariance=covariance) as bayesian:
+        spread = run(bayesian, inputs, rank=4000).spread
+    # 5 standard errors: sqrt(2 / 4,000)
+    assert ((spread.variance / expected).log().abs()).max() < 0.12
+    apart = spread.new(spread.held, replace(spread.outer, drawn=False))
+    assert ((apart.variance / expected).log().abs()).max() > 0.2  # the head moves alone
+
+
+def test_a_head_without_correlation_has_its_exact_noise() -> None:
+    model = tiny_bert(dtype=DOUBLE, hidden_size=4, intermediate_size=6)
+    subspace = r"layer\.1\.output|classifier"
+    for kind, drawn in (("diagonal", False), ("kronecker", False), ("full", True)):
+        covariance = random_covariance(kind, select(model, subspace))
+        with attached(model, subspace, covariance=covariance) as bayesian:
+            assert run(bayesian, inputs_of(model), rank=2).spread.outer.drawn is drawn
+    dim = select(model, subspace).dim
+    with attached(model, subspace, covariance=swag_like(dim)) as bayesian:
+        assert not any(run(bayesian, inputs_of(model), rank=rank).spread.outer.drawn for rank in (2, 5))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+def test_half_precision_models_have_float32_adapters(build: Any, dtype: torch.dtype, attention: str) -> None:
+    variances = []
+    for base in (torch.float32, dtype):
+        model = with_lora(build())
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                parameter.data = parameter.data.to(base)
+        model.set_attn_implementation(attention)  # type: ignore[operator]
+        with attached(model, "trainable") as bayesian:
+            spread = run(bayesian, inputs_of(model), rank=4).spread
+            assert spread.moved.dtype == base
+            variances.append(spread.variance.float().sum())
+    assert abs(variances[1] / variances[0] - 1) < 0.05
 
 
 def test_a_posterior_with_wide_directions_has_few_columns() -> None:

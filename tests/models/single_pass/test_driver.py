@@ -7,13 +7,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+)
 
 from hf_bayes.distributions.covariance import Diagonal
 from hf_bayes.models.single_pass.driver import STRUCTURES, SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor, mean_of
 from scripts.reproduce.small_models import FAMILIES, attached, member_moments
 from tests.models.single_pass.cases import DOUBLE
-from tests.tiny_models import inputs_of, tiny_bert
+from tests.tiny_models import batch, inputs_of, tiny_bert, tiny_gpt2, with_lora
+
+ALBERT = {
+    "vocab_size": 320, "embedding_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}  # fmt: skip
 
 
 def run(bayesian: Any, inputs: dict[str, Any], **options: Any) -> Any:
@@ -76,6 +89,71 @@ def test_an_operation_without_a_rule_is_refused_with_its_module() -> None:
         assert not any("forward" in vars(m) for m in model.bert.pooler.modules() if isinstance(m, _Sorted))
 
 
+def test_low_rank_is_no_advice_for_itself() -> None:
+    model = tiny_bert(dtype=DOUBLE)
+    model.bert.pooler.activation = _Written()
+    with attached(model, r"layer\.1\.output\.dense") as bayesian:
+        with pytest.raises(ValueError, match=r"writes in place.*or structure='low_rank'"):
+            run(bayesian, inputs_of(model), structure="diagonal")
+        with pytest.raises(ValueError, match=r"writes in place.*Predict by members, or choose a subspace behind it$"):
+            run(bayesian, inputs_of(model), structure="low_rank")
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_experts_without_a_rule_name_what_works(experts: str) -> None:
+    config = Qwen2MoeConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
+        shared_expert_intermediate_size=12,
+    )  # fmt: skip
+    model = Qwen2MoeForCausalLM(config).eval()
+    with attached(model, r"self_attn\.v_proj") as bayesian:
+        inputs = {"input_ids": torch.arange(4)[None] + 3}
+        model.set_experts_implementation(experts)
+        with pytest.raises(ValueError, match=r"mlp\.experts .*experts_implementation='batched_mm'") as raised:
+            run(bayesian, inputs)
+        assert "low_rank" not in str(raised.value)
+        model.set_experts_implementation("batched_mm")
+        assert is_sound(run(bayesian, inputs).spread)
+
+
+def test_full_refuses_layers_that_are_called_again() -> None:
+    model = with_lora(AlbertForSequenceClassification(AlbertConfig(**ALBERT)).eval())
+    with attached(model, "trainable") as bayesian:
+        with pytest.raises(ValueError, match=r"attention\.query: structure='full' supports one call"):
+            run(bayesian, inputs_of(model), structure="full")
+        assert is_sound(run(bayesian, inputs_of(model), structure="low_rank").spread)
+
+
+def test_full_refuses_rows_that_are_no_rows_of_the_batch() -> None:
+    model = XLNetForSequenceClassification(XLNetConfig(vocab_size=320, d_model=16, n_layer=1, n_head=2, d_inner=24))
+    fault = pytest.raises(ValueError, match=r"ff\.layer_1: .* got \d+ rows, expected 3: .*positions first")
+    with attached(model.eval(), r"ff\.layer_1") as bayesian, fault:
+        run(bayesian, inputs_of(model), structure="full")
+
+
+def test_full_takes_queries_at_their_means_in_any_attention() -> None:
+    found = {}
+    for attention in ("sdpa", "eager"):
+        model = with_lora(tiny_bert(dtype=DOUBLE))
+        model.get_base_model().set_attn_implementation(attention)
+        with attached(model, "trainable") as bayesian:
+            inputs = inputs_of(model, padding="right")
+            found[attention] = run(bayesian, inputs, structure="full", deterministic_scores=True).spread.variance
+            linearised = run(bayesian, inputs, structure="full").spread.variance
+    assert (found["eager"] / found["sdpa"] - 1).abs().max() < 1e-8
+    assert (found["eager"] / linearised - 1).abs().max() > 0.01
+
+
+def test_full_supports_padding_on_the_left() -> None:
+    model = with_lora(tiny_gpt2(dtype=DOUBLE))
+    ids = batch(rows=2)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with attached(model, "trainable") as bayesian:
+        assert is_sound(run(bayesian, {"input_ids": ids, "attention_mask": mask}, structure="full").spread)
+
+
 def test_variances_that_are_not_finite_name_their_layer() -> None:
     model = tiny_bert()
     fault = pytest.raises(ValueError, match=r"layer\.1\.output.*not finite")
@@ -110,6 +188,13 @@ class _Sorted(nn.Module):
 
     def forward(self, x: GaussianTensor) -> torch.Tensor:
         return x.sort(-1).values
+
+
+class _Written(nn.Module):
+    """A module that writes into an uncertain tensor."""
+
+    def forward(self, x: GaussianTensor) -> torch.Tensor:
+        return x.mul_(2)
 
 
 @pytest.mark.slow

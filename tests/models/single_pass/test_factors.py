@@ -54,7 +54,28 @@ def test_layers_with_many_outputs_are_refused() -> None:
     law = SimpleNamespace(mean=torch.zeros(700, 2))
     like, x = Factors(torch.zeros(0), NoiseSources()), torch.zeros(1, 6, 2)
     with pytest.raises(ValueError, match=r"6 tokens x 700 units = 4200 here, and takes at most 4096"):
-        linear_factors(SimpleNamespace(law=law), x, None, like)
-    lora = SimpleNamespace(low=SimpleNamespace(mean=torch.zeros(2, 2)), high=law, whole=torch.zeros(700, 2))
+        linear_factors(SimpleNamespace(path="a", law=law), x, None, like)
+    lora = SimpleNamespace(path="b", low=SimpleNamespace(mean=torch.zeros(2, 2)), high=law, whole=torch.zeros(700, 2))
     with pytest.raises(ValueError, match="Choose structure='low_rank'"):
         lora_factors(lora, x, None, like)
+
+
+def test_a_detached_tensor_keeps_its_noise() -> None:
+    x = gaussian()
+    assert torch.equal(x.detach().spread.roots, ROOTS)
+
+
+def test_deterministic_scores_leave_weights_of_attention_certain() -> None:
+    scores = GaussianTensor.of(normal(2, 1, 3, 4), Factors(ROOTS[:, :, None], NoiseSources(), True))
+    assert type(scores.softmax(-1)) is torch.Tensor
+    assert type(scores.view(2, 3, 4).softmax(-1)) is GaussianTensor  # three dimensions: no scores of attention
+
+
+def test_a_second_call_of_a_module_is_refused() -> None:
+    sources = NoiseSources(lambda: 3)
+    sources.add_module("query", 3)
+    sources.add_module("table", 1)
+    with pytest.raises(ValueError, match=r"^query: .* one call of each random module .* structure='low_rank'"):
+        sources.add_module("query", 3)
+    with pytest.raises(ValueError, match=r"^value: .* got 7 rows, expected 3: .* positions first"):
+        sources.add_module("value", 7)

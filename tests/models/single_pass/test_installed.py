@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,11 +13,16 @@ from hf_bayes.models.single_pass.gaussian_tensor import mean_of
 from hf_bayes.models.single_pass.installed import frozen_forward
 from scripts.reproduce.small_models import attached
 from tests.models.single_pass.cases import DOUBLE
-from tests.tiny_models import batch, tiny_bert, tiny_gpt2, with_lora
+from tests.tiny_models import batch, inputs_of, tiny_bert, tiny_gpt2, with_lora
 
 MODULES = {
     "linear": (lambda: tiny_bert(dtype=DOUBLE), r"pooler\.dense"),
     "Conv1D": (lambda: tiny_gpt2(dtype=DOUBLE), r"h\.1\.mlp\.c_proj"),
+    "LoRA and bias": (lambda: with_lora(tiny_bert(dtype=DOUBLE), bias="lora_only"), "trainable"),
+    "LoRA and bias of Conv1D": (
+        lambda: with_lora(tiny_gpt2(dtype=DOUBLE), target_modules=["c_fc"], bias="lora_only"),
+        "trainable",
+    ),
     "LoRA": (lambda: with_lora(tiny_gpt2(dtype=DOUBLE), target_modules=["c_fc"]), "trainable"),
 }
 
@@ -42,6 +49,55 @@ def test_first_random_layer_has_the_variance_of_members(name: str, structure: st
     assert (ratio.mean() - 1).abs() < 0.02
     assert (ratio - 1).abs().max() < 0.2
     assert type(mean_of(found[0])) is torch.Tensor
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "full"])
+def test_a_random_bias_below_lora_reaches_the_outputs(structure: str) -> None:
+    model = with_lora(tiny_bert(dtype=DOUBLE), bias="lora_only")
+    inputs = inputs_of(model)
+    with attached(model, "trainable", 1e-10) as bayesian:
+        exact = bayesian.single_pass(structure="backward", rank=3).predictor.outputs(bayesian, inputs)[1]
+        options = {"rank": 4000} if structure == "low_rank" else {}
+        found = bayesian.single_pass(structure=structure, **options).predictor.outputs(bayesian, inputs)[1]
+    # draws leave sqrt(2 / 4000); the noise of the biases is more than 6 % of the variance
+    ratio = found.diagonal(dim1=-2, dim2=-1).sum() / exact.diagonal(dim1=-2, dim2=-1).sum()
+    assert abs(float(ratio) - 1) < (0.023 if structure == "low_rank" else 1e-6)
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "diagonal", "full"])
+def test_a_disabled_adapter_has_no_part_and_no_noise(structure: str) -> None:
+    model = with_lora(tiny_gpt2(dtype=DOUBLE), target_modules=["c_fc"])
+    inputs = batch(rows=2)
+    with torch.no_grad(), model.disable_adapter():
+        expected = model(**inputs).logits
+    with attached(model, "trainable") as bayesian, torch.no_grad():
+        gaussian = bayesian.posterior.approximation
+        one = SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0], structure=structure)
+
+        def run() -> Any:
+            with one.open():
+                return bayesian.members.forward(inputs).logits
+
+        before = run()
+        with model.disable_adapter():
+            found = run()
+        after = run()
+    assert torch.equal(mean_of(found), expected)
+    assert found.spread.variance.max() == 0
+    assert not torch.equal(mean_of(before), expected)
+    assert before.spread.variance.min() > 0
+    assert torch.equal(after.spread.variance, before.spread.variance)
+
+
+def test_a_merged_adapter_is_refused_by_name() -> None:
+    model = with_lora(tiny_gpt2(dtype=DOUBLE), target_modules=["c_fc"])
+    with attached(model, "trainable") as bayesian:
+        gaussian = bayesian.posterior.approximation
+        one = SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0])
+        model.merge_adapter()
+        with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc: its adapter has been merged"), one.open():
+            bayesian.members.forward(batch(rows=2))
+        model.unmerge_adapter()
 
 
 def test_ordinary_modules_keep_their_forward() -> None:

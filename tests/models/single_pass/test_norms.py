@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_bayes.models.single_pass.norms import gain_of, layer_norm_variance, rms_norm_variance
+from hf_bayes.models.single_pass.norms import eps_of, gain_of, layer_norm_variance, rms_norm_variance
 from tests.models.single_pass.cases import normal
 
 MEAN, VARIANCE, GAIN = normal(5) + 0.5, normal(5, seed=1).square(), normal(5, seed=2)
@@ -32,5 +32,5 @@ def test_rms_norm_is_its_jacobian() -> None:
 def test_gain_of_model_families_is_found() -> None:
     llama, gemma = LlamaRMSNorm(5).double(), GemmaRMSNorm(5).double()
     llama.weight.data, gemma.weight.data = GAIN.clone(), GAIN.clone()
-    assert (gain_of(llama, llama.variance_epsilon, MEAN) - GAIN).abs().max() < 1e-6  # their norms are in float32
-    assert (gain_of(gemma, gemma.eps, MEAN) - 1 - GAIN).abs().max() < 1e-6
+    assert (gain_of(llama, eps_of(llama), MEAN) - GAIN).abs().max() < 1e-6  # their norms are in float32
+    assert (gain_of(gemma, eps_of(gemma), MEAN) - 1 - GAIN).abs().max() < 1e-6

@@ -12,6 +12,7 @@ from hf_bayes.models.single_pass.operations import (
     RESHAPES,
     as_tuple,
     certain_weight,
+    index_of_each,
     is_one_number,
     num_uncertain,
 )
@@ -47,3 +48,16 @@ def test_an_index_is_a_tuple_of_dimensions() -> None:
     assert as_tuple(3) == (3,)
     assert as_tuple((3, ...)) == (3, ...)
     assert set(RESHAPES) < set(ARRANGEMENTS)
+
+
+def test_an_index_is_told_apart_by_dimension() -> None:
+    whole, take = slice(None), torch.Tensor.__getitem__
+    rows = torch.tensor([1, 0])
+    assert index_of_each(take, (None, (whole, whole, slice(-3, None))), 4) == [whole, whole, slice(-3, None), whole]
+    assert index_of_each(take, (None, (..., slice(2))), 3) == [whole, whole, slice(2)]
+    assert index_of_each(take, (None, (whole, None, 1)), 3) == [whole, 1, whole]
+    assert index_of_each(take, (None, (rows, ...)), 3) == [rows, whole, whole]
+    assert index_of_each(take, (None, (rows, rows)), 3) is None
+    assert index_of_each(take, (None, rows[None] > 0), 3) is None
+    assert index_of_each(torch.narrow, (None, -1, 1, 2), 3) == [whole, whole, slice(1, 3)]
+    assert index_of_each(torch.Tensor.select, (None, 1, 0), 3) == [whole, 0, whole]

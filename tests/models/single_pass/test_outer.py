@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,20 @@ def test_noise_of_weights_multiplies_the_second_moment() -> None:
         part.diagonal(dim1=-2, dim2=-1).sum() for part in (expected, transported + logits.spread.covariance())
     )
     assert total > 1.5 * first_order  # without the second moment
+
+
+def test_a_correlated_layer_is_sketched_where_it_is_asked_for() -> None:
+    _, both = outputs()
+    columns = with_drift(normal(COUNT, 2, 3, IN, seed=8) / COUNT**0.5, DRIFT)
+    spread, vectors = both.new(columns, replace(both.outer, drawn=True, gain=2.0)), normal(2, 3, OUT, seed=9)
+    roots = spread.roots
+    expected = torch.einsum("sbtk,sbtl->btkl", roots, roots)
+    limit = 1e-7 * expected.abs().max()  # ``at_draws`` has its scale in float32
+    assert (spread.covariance() - expected).abs().max() < limit
+    assert (spread.variance - roots.square().sum(0)).abs().max() < limit
+    assert (spread.times(vectors) - (expected @ vectors[..., None])[..., 0]).abs().max() < 4 * limit
+    alone = both.new(None, replace(both.outer, drawn=True))  # without noise of x there is nothing to be correlated with
+    assert torch.equal(alone.covariance(), both.new(None, both.outer).covariance())
 
 
 def test_columns_sketch_the_second_moment() -> None:

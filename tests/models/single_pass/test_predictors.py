@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from hf_bayes import BayesianModelForSequenceClassification, SGHMCConfig
 from hf_bayes.core.layout import select
@@ -110,6 +111,20 @@ def test_full_structure_is_refused_for_language_models() -> None:
         assert not bayesian.is_closed_form
 
 
+@pytest.mark.parametrize("build", [LANGUAGE["llama"], lambda: with_lora(tiny_bert(dtype=DOUBLE))])
+def test_a_rank_is_refused_where_there_are_no_columns(build: Any) -> None:
+    with attached(build(), "trainable") as bayesian:
+        for rank in (4, 0, True):
+            with pytest.raises(ValueError, match=rf"got rank={rank} with structure='diagonal'.*leave rank out"):
+                bayesian.single_pass(structure="diagonal", rank=rank)
+        for rank in (0, True, -3, 2.5):
+            with pytest.raises(ValueError, match=r"rank must be a whole number of at least 1"):
+                bayesian.single_pass(structure="low_rank", rank=rank)
+        with pytest.raises(ValueError, match=r"structure must be one of .*'banana'"):
+            bayesian.single_pass(structure="banana", rank=4)
+        assert not bayesian.is_closed_form
+
+
 @pytest.mark.parametrize("structure", ["low_rank", "diagonal"])
 def test_a_calibration_factor_scales_uncertainty(structure: str) -> None:
     with attached(LANGUAGE["llama values"](), "trainable") as bayesian:
@@ -148,3 +163,20 @@ def test_words_are_at_the_temperature_of_the_mixture(prediction: str) -> None:
         theta = bayesian.theta.detach()
         with bayesian.showing(theta, temperature=2.0):
             assert (bayesian(**inputs).logits - (plain / 2).log_softmax(-1)).abs().max() < 1e-6
+
+
+def test_static_caches_are_refused_where_keys_are_uncertain() -> None:
+    settings = {"max_new_tokens": 2, "return_dict_in_generate": True, "do_sample": False}
+    for subspace, refused in (("last_block", True), ("last_layer", False)):
+        with attached(tiny_llama(), subspace) as bayesian, torch.no_grad():
+            bayesian.single_pass()
+            cache = StaticCache(config=bayesian.core.config, max_cache_len=16)
+            expected = bayesian.generate(**batch(), **settings)
+            for static in ({"cache_implementation": "static"}, {"past_key_values": cache}):
+                if refused:
+                    name = next(iter(static))
+                    with pytest.raises(ValueError, match=rf"generate\({name}=.*not supported by a single pass"):
+                        bayesian.generate(**batch(), **settings, **static)
+                else:
+                    found = bayesian.generate(**batch(), **settings, **static)
+                    torch.testing.assert_close(found["epistemic"], expected["epistemic"])

@@ -20,7 +20,8 @@ from hf_bayes.models.single_pass.second_order import (
     with_drift,
 )
 from hf_bayes.models.single_pass.wide_norms import norm_columns
-from scripts.reproduce.small_models import FAMILIES, attached, inputs_of, member_moments
+from scripts.reproduce.small_models import FAMILIES, adapted, attached, inputs_of, member_moments
+from tests.members import subject_models
 from tests.models.single_pass.cases import normal
 
 
@@ -141,6 +142,24 @@ def test_second_order_changes_nothing_without_variance(family: str) -> None:
         expected = model(**inputs).logits
     with attached(model, subspace, 0.0) as bayesian:
         assert torch.equal(logits_of(bayesian, inputs, second_order=True), expected)
+
+
+@pytest.mark.parametrize("length", [1, 6, 21])
+def test_second_order_changes_no_fused_layers_without_variance(length: int) -> None:
+    model = adapted(subject_models.named("Phi3", num_key_value_heads=2)(torch.float32), "qkv_proj", "down_proj").float()
+    inputs = inputs_of(model, length=length)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    with attached(model, "trainable", 0.0) as bayesian:
+        assert torch.equal(logits_of(bayesian, inputs, second_order=True), expected)
+
+
+def test_drifts_are_zero_for_means_in_any_order() -> None:
+    mean = normal(3, 7, 4, 24, seed=1).float().transpose(1, 2)  # heads, or halves, of one fused layer
+    pairs = [(part, with_drift(torch.zeros(2, *part.shape))) for part in mean.split(8, -1)]
+    assert not attention_columns(weights_between, 1.0, *pairs).any()
+    for part, moved in pairs:
+        assert not any(element_columns(function, part, moved).any() for function in (F.silu, F.gelu, torch.tanh))
 
 
 def test_second_order_brings_the_mean_nearer_to_members() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,27 @@ def test_the_variance_of_an_mlp_is_that_of_members() -> None:
     run = [torch.func.functional_call(model, dict(zip(names, draw, strict=True)), (X,)) for draw in draws]
     ratio = covariance.diagonal(dim1=-2, dim2=-1) / torch.stack(run).var(0)
     assert (ratio - 1).abs().max() < 0.1  # four standard errors sqrt(2 / 4000) of ten variances, and linearisation
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "diagonal"])
+def test_a_module_that_stands_twice_runs_twice(structure: str) -> None:
+    torch.manual_seed(0)
+    shared, activation = nn.Linear(4, 4), nn.Tanh()
+    model = nn.Sequential(shared, activation, nn.Sequential(shared, activation), nn.Linear(4, 2)).double()
+    mean, _ = outputs(model, structure, 1e-8)
+    assert (mean - model(X)).abs().max() < 1e-6
+    with pytest.raises(ValueError, match=r"^0: structure='full' supports one call of each random module"):
+        outputs(model, "full")
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "diagonal", "full"])
+@pytest.mark.parametrize("rank", [0, -3, 2.5, True, "a"])
+def test_ranks_that_are_no_counts_are_refused(structure: str, rank: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    layout = select(model, "all")
+    mean = initial(model, layout)
+    with pytest.raises(ValueError, match=r"rank must be a whole number of at least 1, got "):
+        sequential_outputs(model, layout, mean, Diagonal(torch.ones_like(mean)), X, structure=structure, rank=rank)
 
 
 def test_a_layer_without_a_rule_is_refused_by_name() -> None:

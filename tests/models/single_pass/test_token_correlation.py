@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_bayes.models.single_pass.token_correlation import NUM_FEATURES, blended, compressed, unit
+from hf_bayes.models.single_pass.token_correlation import NUM_FEATURES, blended, chosen, compressed, position_dim, unit
 from tests.models.single_pass.cases import normal
 
 
@@ -35,3 +35,16 @@ def test_equal_noises_with_equal_features_stay_correlated() -> None:
 
 def test_no_noise_has_features_of_length_one() -> None:
     assert torch.equal(unit(torch.zeros(2, 3)).norm(dim=-1), torch.ones(2))
+
+
+def test_features_follow_the_chosen_rows_and_positions() -> None:
+    features, whole, rows = normal(2, 5, 3), slice(None), torch.tensor([1, 0])
+    assert [position_dim(features, shape) for shape in ((2, 5, 8), (2, 4, 5, 8), (2, 5, 4, 8))] == [1, 2, 1]
+    assert position_dim(features, (3, 2, 4, 5, 8)) is None
+    kept = chosen(features, (2, 4, 5, 8), [whole, whole, slice(-3, None), whole], (2, 4, 3, 8))
+    assert kept is not None
+    assert torch.equal(kept, features[:, -3:])
+    turned = chosen(features, (2, 4, 5, 8), [rows, whole, whole, whole], (2, 4, 5, 8))
+    assert turned is not None
+    assert torch.equal(turned, features.flip(0))
+    assert chosen(features, (2, 4, 5, 8), [whole, whole, 0, whole], (2, 4, 8)) is None

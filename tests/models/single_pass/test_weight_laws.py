@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance import COVARIANCES, Covariance, dense
+from hf_bayes.distributions.covariance import COVARIANCES, Covariance, LowRank, dense
 from hf_bayes.models.single_pass.weight_laws import WeightLaw, parts_of, transposed, weight_law
 from tests.models.linear_cases import random_covariance
 from tests.models.single_pass.cases import normal
@@ -29,6 +29,15 @@ def brute_force(covariance: Covariance, moment: Tensor, mean: Tensor) -> Tensor:
     cross = whole[: OUT * IN, OUT * IN :].view(OUT, IN, OUT)
     linear = torch.einsum("i,kil->kl", mean, cross)
     return torch.einsum("ij,kilj->kl", moment, weights) + linear + linear.mT + whole[OUT * IN :, OUT * IN :]
+
+
+@pytest.mark.parametrize("kind", COVARIANCES)
+def test_only_mixed_covariances_correlate_layers(kind: str) -> None:
+    law, covariance = law_of(kind)
+    assert law.correlated is (kind in ("low_rank", "full"))
+    assert transposed(parts_of(covariance, LAYOUT)["weight"]).correlated is law.correlated
+    without = LowRank(torch.ones(LAYOUT.dim), torch.eye(LAYOUT.dim)[:, :2], torch.ones(2))  # no direction is left
+    assert not parts_of(without, LAYOUT)["weight"].correlated
 
 
 @pytest.mark.parametrize("kind", COVARIANCES)
