@@ -18,6 +18,7 @@ from hf_bayes.members.last_feed_forward import LastFeedForward
 from hf_bayes.members.small_batches import BlockedLinears
 from hf_bayes.members.stacked import stack
 from hf_bayes.members.trunk import Trunk
+from hf_bayes.members.unread import ReadsOutsideModules
 from hf_bayes.members.weight_methods import WeightMethods
 
 FOLDED_ROWS = 1024
@@ -38,11 +39,12 @@ class Members:
         layout: the layout of the random parameters.
         statistics: the layout of the members' statistics of batch normalisation, which may follow in theta.
         attached: True while the model has its member axis.
+        is_single: True while the model has its own forwards and weights of one member (``as_single_model``).
     """
 
     def __init__(self, model: nn.Module, core: nn.Module, layout: Layout, *, trunk: bool = True) -> None:
         self.model, self.core, self.layout = model, core, layout
-        self.attached = False
+        self.attached = self.is_single = False
         self.context = Context()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         names = {id(parameters[name]): name for name in layout.names if name in parameters}
@@ -64,6 +66,7 @@ class Members:
         self.checkpointing = Checkpointing(core, self.context)
         self.weight_methods = WeightMethods(model)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
+        self._checked: set[tuple[nn.Module, bool]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without the cached views.
@@ -168,6 +171,8 @@ class Members:
             inputs: keyword arguments of the core.
             folded: True if ``inputs`` have M * B rows already, which differ between members.
             module: a part of the core to call in its place.
+        Raises:
+            ValueError: in the first pass, naming a random parameter that the model reads outside its module.
         """
         members, (rows, positions) = self.context.num_members, shape_of(inputs)
         if folded:
@@ -176,7 +181,15 @@ class Members:
             rows //= members
         else:
             inputs = repeat_rows(inputs, rows, members)
-        return self.run(module or self.core, inputs, rows, positions, trunk=not folded and members > 1)
+        called, trunk = module or self.core, not folded and members > 1
+        kind = called, "pixel_values" in inputs  # a part that reads images runs on images only
+        if kind in self._checked or self.is_single or not self.context.tensors:
+            return self.run(called, inputs, rows, positions, trunk=trunk)
+        with ReadsOutsideModules(self.model, self.layout.names) as reads:
+            output = self.run(called, inputs, rows, positions, trunk=trunk)
+        reads.check()
+        self._checked.add(kind)
+        return output
 
     def logits(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
         """Return the logits [M, B, ..., C] of a core with a head; the arguments are as in ``forward``."""

@@ -267,8 +267,8 @@ class LayerHooks:
         if output.shape[0] != expected and not tokens:
             raise UnsupportedModule(
                 f"{next(iter(self.layers[index].names.values()))}: its module was called with {output.shape[0]} rows, "
-                f"expected {expected}: the model puts positions first, shuffles rows (experts), or calls it on a "
-                "table. Row gradients are not defined there: leave it out of the subspace, or use estimator='hessian'"
+                f"expected {expected}: the model puts positions first, shuffles rows (experts, windows), or calls it "
+                "on a table. Row gradients are not defined: leave it out of the subspace, or use estimator='hessian'"
             )
 
     def check_all_called(self) -> None:

@@ -36,7 +36,7 @@ def as_single_model(members: Members, row: Tensor) -> Iterator[dict[str, nn.Para
         item.remove()
     members.trunk.remove()
     try:
-        context.tensors, context.num_members = {}, 1
+        context.tensors, context.num_members, members.is_single = {}, 1, True
         with weights_of(members, row) as random, evaluating(members.model):
             for module in [module for module in members.model.modules() if _can_checkpoint(module)]:
                 module.training = True  # the flag of this module alone: its submodules stay in evaluation mode
@@ -46,6 +46,7 @@ def as_single_model(members: Members, row: Tensor) -> Iterator[dict[str, nn.Para
             yield random
     finally:
         context.tensors, context.num_members = bound
+        members.is_single = False
         for item in members.stacked:
             item.install()
         members.trunk.install()

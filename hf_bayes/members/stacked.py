@@ -6,6 +6,7 @@ the rows of all members are still equal (``Context.single``), frozen work is don
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -72,6 +73,8 @@ class StackedLora(Stacked):
         # looked up once: each access to a module container takes time, and a token passes through all layers
         self.factors = {"lora_A": module.lora_A[adapter], "lora_B": module.lora_B[adapter]}
         self.dropout = module.lora_dropout[adapter]
+        self.has_stacked_base = False
+        """True if the base layer has random parameters, too, such as its bias."""
 
     def parameter(self, attribute: str) -> Tensor:
         weight: Tensor = self.factors[attribute].weight
@@ -79,8 +82,6 @@ class StackedLora(Stacked):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer, context, dropout, members = self.module, self.context, self.dropout, self.context.num_members
-        a, b = self.tensor("lora_A"), self.tensor("lora_B")  # [M, r, in], [M, out, r]
-        scaling = layer.scaling[self.adapter]
         single = self.single(x)
         source = x if single is None else single
         if layer.merged:
@@ -88,17 +89,19 @@ class StackedLora(Stacked):
                 f"{next(iter(self.names.values()))}: its adapter has been merged into the base model, and the adapters "
                 "of the members would be added to it. Call unmerge_adapter() first"
             )
-        base = layer.base_layer(source, *args, **kwargs)
+        # a stacked base layer finds the equal rows itself
+        base = layer.base_layer(x if self.has_stacked_base else source, *args, **kwargs)
+        a, b = self.tensor("lora_A"), self.tensor("lora_B")  # [M, r, in], [M, out, r]
         if layer.disable_adapters:
-            return base if len(base) != len(source) or single is None else context.repeat(base)
+            return base if self.has_stacked_base or single is None else context.repeat(base)
+        scaling = layer.scaling[self.adapter]
         low = cast(dropout(source) if dropout.training else source, a.dtype)
         if single is None:
             low, y = torch.bmm(fold(low, members), a.mT), fold(base, members)
         else:
             low = F.linear(low.reshape(-1, low.shape[-1]), a.reshape(-1, a.shape[-1]))  # [R, M * r]
             low = torch.unflatten(low, -1, (members, -1)).transpose(0, 1)
-            is_stacked = len(base) != len(source)  # the base layer has random parameters, too, such as its bias
-            y = fold(base, members) if is_stacked else base.reshape(1, -1, base.shape[-1])
+            y = fold(base, members) if self.has_stacked_base else base.reshape(1, -1, base.shape[-1])
         if y.dtype != low.dtype or low.dtype != b.dtype:
             return unfold(y + (torch.bmm(low, b.mT.to(low.dtype)) * scaling).to(y.dtype), base, members)
         if single is None and not torch.is_grad_enabled():
@@ -111,6 +114,12 @@ class StackedLora(Stacked):
 class StackedNorm(Stacked):
     """A stacked LayerNorm or RMSNorm, of torch or of a model family, with weights per member."""
 
+    def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
+        super().__init__(module, names, context)
+        own = type(module).forward
+        # a class with a data_format is torch's LayerNorm on channels that come first or last (ConvNeXt)
+        self.computes_as_torch = own in (nn.LayerNorm.forward, nn.RMSNorm.forward) or hasattr(module, "data_format")
+
     def forward(self, x: Tensor) -> Tensor:
         if getattr(self.module, "data_format", "channels_last") == "channels_first":  # ConvNeXt
             return self._normalise(x.movedim(1, -1)).movedim(-1, 1)
@@ -121,6 +130,8 @@ class StackedNorm(Stacked):
         single = self.single(x)
         x = x if single is None else context.repeat(single)
         lead = torch.unflatten(x, 0, (context.num_members, -1))
+        if not self.computes_as_torch and isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            return self._one_by_one(lead)
         values = {
             name: self.tensor(name).view(context.num_members, *[1] * (x.ndim - p.ndim), *p.shape).to(p.dtype)
             for name, p in module.named_parameters()
@@ -138,6 +149,19 @@ class StackedNorm(Stacked):
         y = y if "bias" not in values else y + values["bias"]
         return cast(y, lead.dtype).flatten(0, 1)
 
+    def _one_by_one(self, lead: Tensor) -> Tensor:
+        """Run the forward of a subclass once per member: torch's function in it takes the weights of one member only.
+
+        Nemotron multiplies by 1 + weight, SqueezeBert has the channels before the positions.
+        """
+        values = {name: self.tensor(name).to(p.dtype) for name, p in self.module.named_parameters()}
+        return torch.cat(
+            [
+                compat.forward_with(self.module, {name: value[member] for name, value in values.items()}, rows)
+                for member, rows in enumerate(lead)
+            ]
+        )
+
 
 class StackedEmbedding(Stacked):
     """A stacked nn.Embedding (also scaled, as in Gemma) with one table per member. Its input ids are folded.
@@ -145,10 +169,19 @@ class StackedEmbedding(Stacked):
     Its gradient includes the row of ``padding_idx``, which the gradient of nn.Embedding leaves out.
     """
 
+    def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
+        super().__init__(module, names, context)
+        own_name = names["weight"].split(".")[-2:][0]
+        # a table of relative positions has the indices [T, T] (distance_embedding of Wav2Vec2-BERT, rel_attn_embed)
+        self.of_distances = any(word in own_name for word in ("distance", "relative", "rel_"))
+
     def forward(self, ids: Tensor) -> Tensor:
         context, module, table = self.context, self.module, self.tensor("weight")  # [M, V, h]
         self.require_rows(ids, also=1)
-        shared = ids.shape[0] != context.num_members * context.num_rows  # position ids are [1, T], for all rows
+        if self.of_distances and context.num_members > 1 and ids.shape[0] == ids.shape[-1]:
+            # T = M * B: the T rows of these indices are no rows of members
+            raise ValueError(self.shuffled(f"the distances of {len(ids)} positions"))
+        shared = ids.shape[0] == 1 < context.num_members * context.num_rows  # position ids are [1, T], for all rows
         members = context.num_members
         lead = ids.expand(context.num_rows, *ids.shape[1:]) if shared else torch.unflatten(ids, 0, (members, -1))
         member = torch.arange(context.num_members, device=ids.device).view(-1, *[1] * ids.ndim)
@@ -206,7 +239,9 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
             children: dict[str, Any] = {"lora_A": layer.lora_A[adapter], "lora_B": layer.lora_B[adapter]}
             claimed |= {id(child) for child in children.values()}
             own = {k: names[id(child.weight)] for k, child in children.items() if id(child.weight) in names}
-            found.append(StackedLora(layer, own, context))
+            lora = StackedLora(layer, own, context)
+            lora.has_stacked_base = any(id(p) in names for p in layer.get_base_layer().parameters())
+            found.append(lora)
     for path, module in root.named_modules():
         own = {k: names[id(p)] for k, p in module.named_parameters(recurse=False) if id(p) in names}
         if own and id(module) not in claimed:
@@ -219,8 +254,7 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
 
 
 def _stacked_class(path: str, module: nn.Module, own: Mapping[str, str]) -> Callable[..., Stacked]:
-    name = type(module).__name__
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or name.endswith(("RMSNorm", "LayerNorm", "FilterResponseNorm")):
+    if _is_norm(module):
         return StackedNorm
     if type(module) is nn.Linear:
         return StackedLinear
@@ -236,6 +270,13 @@ def _stacked_class(path: str, module: nn.Module, own: Mapping[str, str]) -> Call
         f"{path or 'the model'} ({type(module).__module__}.{type(module).__name__}, parameters {sorted(own)}) is not "
         f"supported as random. Supported: {SUPPORTED}. Freeze it, or choose another subspace"
     )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Check for a norm of one input. Norms of a second one, such as the scaling factor of I-BERT, are none of these."""
+    named = type(module).__name__.endswith(("RMSNorm", "LayerNorm", "FilterResponseNorm"))
+    norm = named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+    return norm and len(inspect.signature(type(module).forward).parameters) == 2
 
 
 def _adapter_parameters(layer: BaseTunerLayer) -> list[nn.Parameter]:
@@ -284,7 +325,7 @@ def _supported_lora(path: str, layer: BaseTunerLayer, names: Mapping[int, str]) 
     adapters = layer.active_adapters
     reasons = []
     if not isinstance(layer, LoraLinear) and "Linear" not in type(layer).__name__:
-        reasons.append(f"LoRA on {type(layer.get_base_layer()).__name__}")
+        reasons.append(f"LoRA on {type(layer.get_base_layer()).__name__} by peft's class {type(layer).__name__}")
     if len(adapters) != 1:
         reasons.append(f"{len(adapters)} active adapters {adapters}")
     if layer.merged:

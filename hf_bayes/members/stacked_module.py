@@ -22,23 +22,29 @@ class Stacked:
         context = self.context
         # a head that scores tokens flattens them into rows
         if x.ndim != 2 or x.shape[0] != context.num_members * context.num_rows * context.num_positions:
-            self.require_rows(x, also=context.num_rows)
+            # once the members differ, B rows are a table, such as DeBERTa's with B = 1
+            self.require_rows(x, also=None if context.fanned_out else context.num_rows)
         return context.single(x)
 
-    def require_rows(self, x: Tensor, *, also: int) -> None:
+    def require_rows(self, x: Tensor, *, also: int | None) -> None:
         """Check that ``x`` has M * B rows, or ``also``; otherwise rows cannot be assigned to members.
 
         Raises:
             ValueError: naming a parameter of the module.
         """
         context = self.context
-        expected = context.num_members * context.num_rows
-        if context.num_members > 1 and x.shape[0] not in (expected, also):
-            raise ValueError(
-                f"{next(iter(self.names.values()))}: its module was called with {x.shape[0]} rows, expected {expected} "
-                f"({context.num_members} members x {context.num_rows}): the model shuffles rows (experts), or calls it "
-                "on a table. Leave it out of the subspace"
-            )
+        if context.num_members > 1 and x.shape[0] not in (context.num_members * context.num_rows, also):
+            raise ValueError(self.shuffled(f"{x.shape[0]} rows"))
+
+    def shuffled(self, found: str) -> str:
+        """Return the message about a call with ``found``, whose rows cannot be assigned to members."""
+        members, rows = self.context.num_members, self.context.num_rows
+        return (
+            f"{next(iter(self.names.values()))}: its module was called with {found}, expected {members * rows} "
+            f"({members} members x {rows}): the model shuffles rows (experts, windows or patches of an image), or "
+            "calls it on a table. Leave it out of the subspace (for a LoRA on DeBERTa: "
+            "target_modules=['value_proj', 'dense'])"
+        )
 
     def tensor(self, attribute: str) -> Tensor:
         """Return a parameter of the module as [M, *shape]. A frozen parameter is the same for all members."""

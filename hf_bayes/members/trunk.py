@@ -35,6 +35,12 @@ _ROWS_TIMES_HEADS = ("bloom", "mpt")
 _POSITIONS_FIRST = ("xlnet",)
 """Model types whose blocks take states [T, rows, ...]: T may be B or M * B."""
 
+_FOLDED_BESIDE_BLOCKS = ("longformer", "pvt_v2", "xmod")
+"""Model types that use something of M * B rows beside the blocks: a mask, the number of rows, or their languages."""
+
+_BIAS_OF_FIRST_BLOCK = ("wavlm",)
+"""Model types whose first block returns a bias [rows * heads, ...] for all blocks. They have a trunk of all or none."""
+
 _MIN_REPADDED_ROWS = 32
 """The number of rows repeated with another padding, from which a warning is given."""
 
@@ -283,7 +289,10 @@ def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tupl
     config = getattr(model, "config", None)
     if found is None or getattr(config, "alibi", False):
         return [], 0
-    if getattr(config, "model_type", None) in (*_ROWS_TIMES_HEADS, *_POSITIONS_FIRST):
+    kind = getattr(config, "model_type", None)
+    if kind in (*_ROWS_TIMES_HEADS, *_POSITIONS_FIRST, *_FOLDED_BESIDE_BLOCKS):
+        return [], 0
+    if kind == "deberta-v2" and getattr(config, "conv_kernel_size", 0):  # it adds a convolution of M * B embeddings
         return [], 0
     if has_axes(config) or getattr(config, "use_weighted_layer_sum", False):  # a sum over the outputs of all layers
         return [], 0
@@ -300,7 +309,8 @@ def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tupl
     list_position = all_names.index(list_name)
     for name in order:  # registration order is execution order: embeddings, blocks, final norm, head
         if name.startswith(list_name + "."):
-            return list(blocks), int(name[len(list_name) + 1 :].split(".")[0])
+            before_it = int(name[len(list_name) + 1 :].split(".")[0])
+            return list(blocks), 0 if kind in _BIAS_OF_FIRST_BLOCK else before_it
         if all_names.index(name) < list_position:
             return list(blocks), 0
     return list(blocks), len(blocks)

@@ -131,9 +131,11 @@ def _give_head_its_weight(model: PeftModel) -> None:
     The merge adds the adapter to the weight, so it would change the other one, too.
     """
     core: Any = model.get_base_model()
+    if core.get_output_embeddings() is None:  # models of images and audio may lack get_input_embeddings, too
+        return
     found = [core.get_output_embeddings(), core.get_input_embeddings()]
     head, embedding = layers = [part.base_layer if hasattr(part, "base_layer") else part for part in found]
-    if head is not None and layers != found and head.weight is embedding.weight:
+    if layers != found and head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 

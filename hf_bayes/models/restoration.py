@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -24,6 +25,26 @@ class GradientFlags:
             parameter.requires_grad_(requires_grad)
 
 
+class BaseState(GradientFlags):
+    """The ``requires_grad`` of a base model's parameters, and the weights that building an adapter changes.
+
+    Args:
+        changed: the paths of the modules whose weights are changed (PiSSA and OLoRA subtract the adapter's start).
+    """
+
+    def __init__(self, model: nn.Module, changed: Collection[str] = ()) -> None:
+        super().__init__(model)
+        modules = [module for path, module in model.named_modules() if path in changed]
+        self.values = [(parameter, parameter.detach().clone()) for m in modules for parameter in m.parameters()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the flags and the weights back. A dtype to which the model has been converted stays."""
+        super().restore()
+        for parameter, value in self.values:
+            parameter.copy_(value)
+
+
 def unwrapped(model: PeftModel) -> nn.Module:
     """Remove the adapter of a peft model and return the model inside, with its original modules."""
     base: nn.Module = model.get_base_model()
@@ -40,13 +61,13 @@ class Restoration:
 
     Attributes:
         handles: hooks that are removed when the model is given back.
-        own_base: the flags of a base model that the caller gave to ``from_pretrained``. Its adapter is removed again.
+        own_base: the state of a base model that the caller gave to ``from_pretrained``. Its adapter is removed again.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.before = GradientFlags(model)
         self.handles: Sequence[Any] = ()
-        self.own_base: GradientFlags | None = None
+        self.own_base: BaseState | None = None
 
     def give_back(self, model: nn.Module) -> nn.Module:
         """Return ``model`` as it was, or the caller's own base model without the posterior's adapter."""

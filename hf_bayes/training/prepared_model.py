@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,13 +19,15 @@ from transformers import (
     PreTrainedModel,
     set_seed,
 )
+from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading.base_model import core_of, refuse_foreign
 from hf_bayes.models.loading.checkpoint_weights import load_pretrained, warn_of_random_weights, warn_of_unused_weights
 from hf_bayes.models.loading.recognition import task_of
-from hf_bayes.models.restoration import GradientFlags, unwrapped
+from hf_bayes.models.restoration import BaseState, unwrapped
 from hf_bayes.posteriors.hub import is_place
+from hf_bayes.posteriors.lora_config import REPEATABLE
 from hf_bayes.posteriors.tasks import TASKS
 
 
@@ -54,7 +57,7 @@ def prepared(
     if named:
         model = _load(os.fspath(model), args, kwargs, rewards=rewards)
         args.model_init_kwargs = None  # they have been used, and TRL would warn that they are ignored
-    flags = GradientFlags(model)
+    before = BaseState(model, _changed_by(peft_config, model))
     try:
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
@@ -62,11 +65,18 @@ def prepared(
     except BaseException:
         if peft_config is not None and isinstance(model, PeftModel):
             unwrapped(model)
-        flags.restore()
+        before.restore()
         raise
     finally:
         if named:
             args.model_init_kwargs = settings
+
+
+def _changed_by(peft_config: Any, model: Any) -> list[str]:
+    """Return the paths of the linear layers if the adapter's start changes the weights of some; else nothing."""
+    if getattr(peft_config, "init_lora_weights", None) not in REPEATABLE:
+        return []
+    return [path for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
 def _refuse_adapter(model: Any, peft_config: Any) -> None:

@@ -8,6 +8,15 @@ import pytest
 import torch
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from torch import nn
+from transformers import (
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    NemotronConfig,
+    NemotronForCausalLM,
+)
+from transformers.models.ibert.quant_modules import IntLayerNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.squeezebert.modeling_squeezebert import SqueezeBertLayerNorm
 
 from hf_bayes.core.layout import select
 from hf_bayes.members import Members
@@ -16,8 +25,9 @@ from hf_bayes.members.stacked import cast, fold, unfold
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.prediction.inputs import member_outputs
-from tests.members.reference import core_of, relative_error, scattered, separate_logits
-from tests.tiny_models import batch, tiny_gpt2, tiny_llama, with_lora
+from tests.members.reference import core_of, relative_error, scattered, separate_gradients, separate_logits
+from tests.members.subjects import labelled
+from tests.tiny_models import VOCABULARY, batch, tiny_gpt2, tiny_llama, with_lora
 
 
 class Small(nn.Module):
@@ -54,6 +64,8 @@ class FilterResponseNorm(nn.Module):
         (nn.RMSNorm(4), torch.randn(2, 5, 4)),
         (nn.RMSNorm(4, eps=0.1), torch.randn(2, 5, 4)),
         (FilterResponseNorm(3), torch.randn(2, 3, 4, 4)),
+        (NemotronLayerNorm1P(4), torch.randn(2, 5, 4)),
+        (SqueezeBertLayerNorm(4), torch.randn(2, 4, 4)),  # as many positions as channels
         (nn.Embedding(6, 4), torch.arange(6).view(2, 3)),
         (nn.Embedding(6, 4), torch.arange(3)[None]),
     ],
@@ -80,7 +92,7 @@ def test_each_module_equals_copies_with_one_members_weights(inner: nn.Module, x:
     [
         (lambda: with_lora(tiny_llama(), use_dora=True), r"q_proj: the LoRA variant DoraLinearVariant"),
         (lambda: with_lora(tiny_llama(), lora_bias=True), r"q_proj: .*lora_bias=True"),
-        (lambda: with_lora(tiny_llama(), target_modules=["embed_tokens"]), r"embed_tokens: LoRA on Embedding"),
+        (lambda: with_lora(tiny_llama(), target_modules=["embed_tokens"]), r"on Embedding by peft's class Embedding"),
         (lambda: get_peft_model(tiny_llama(), IA3Config(task_type="CAUSAL_LM")), r"k_proj .*ia3.*Linear\) is an"),
         (
             lambda: get_peft_model(tiny_llama(), VeraConfig(target_modules=["o_proj"], r=2)),
@@ -96,10 +108,11 @@ def test_each_module_equals_copies_with_one_members_weights(inner: nn.Module, x:
         (lambda: other_active(with_lora(tiny_llama())), r"q_proj: \S+lora_A.second.weight, no factor "),
         (lambda: with_lora(tiny_llama(), target_parameters=["gate_proj.weight"]), r"LoRA on Linear|not supported"),
         (lambda: nn.Sequential(nn.Conv3d(3, 4, 1)), r"0 \(torch.nn.modules.conv.Conv3d, .*not supported as random"),
+        (lambda: nn.Sequential(IntLayerNorm(4, 1e-5)), r"0 \(\S+IntLayerNorm, .*not supported as random"),
         (lambda: nn.MultiheadAttention(4, 2), r"the model \(.*MultiheadAttention, .*in_proj_weight.*not supported"),
     ],
     ids=["dora", "lora bias", "lora on embedding", "ia3", "vera", "adalora", "merged", "disabled", "two adapters",
-         "inactive", "target parameters", "convolution", "fused attention"],
+         "inactive", "target parameters", "convolution", "norm of two inputs", "fused attention"],
 )  # fmt: skip
 def test_what_cannot_be_stacked_is_refused_by_name(make: Callable[[], nn.Module], named: str) -> None:
     model = make()
@@ -107,6 +120,64 @@ def test_what_cannot_be_stacked_is_refused_by_name(make: Callable[[], nn.Module]
         Members(model, core_of(model), select(model, "trainable" if isinstance(model, PeftModel) else "all"))
     assert "Supported: torch.nn.Linear" in str(refused.value)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_norm_with_a_forward_of_its_own_has_its_gradient() -> None:
+    config = NemotronConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    model = NemotronForCausalLM(config).double().eval()
+    layout = select(model, "norm")
+    theta = scattered(model, layout)
+    _, expected = separate_gradients(model, layout, theta, [labelled("llama-lora")] * 3)
+    with attach(model, theta, subspace="norm") as bayesian:
+        leaf = theta.clone().requires_grad_()
+        bayesian(**labelled("llama-lora"), theta=leaf).loss.sum().backward()
+    assert relative_error(leaf.grad, expected) < 1e-13
+
+
+class Distances(nn.Module):
+    """Attention's table of relative positions, as in Wav2Vec2-BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distance_embedding = nn.Embedding(11, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1])
+        return x[..., None] + self.distance_embedding(places[:, None] - places + 5).mean(0)
+
+
+@pytest.mark.parametrize("positions", [6, 5], ids=str)
+def test_a_table_of_distances_is_refused_at_every_length(positions: int) -> None:
+    model = Distances()
+    layout = select(model, "all")
+    engine = Members(model, model, layout)
+    engine.install()
+    x = torch.randn(2, positions)
+    with engine.bind(scattered(model, layout, 3)), pytest.raises(ValueError, match=r"distance_embedding.*on a table"):
+        engine.forward({"x": x})
+    with engine.bind(scattered(model, layout, 1)):  # a single member may read it
+        assert engine.forward({"x": x}).shape == (2, positions, 3)
+
+
+@pytest.mark.parametrize("num_rows", [4, 1])
+def test_the_table_of_deberta_is_refused_with_advice(num_rows: int) -> None:
+    def model(**lora: object) -> PeftModel:
+        config = DebertaV2Config(
+            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+            relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, share_att_key=True,
+            max_position_embeddings=32,
+        )  # fmt: skip
+        core = DebertaV2ForSequenceClassification(config)
+        return get_peft_model(core, LoraConfig(r=2, task_type="SEQ_CLS", **lora)).eval()
+
+    advice = r"query_proj.* with 1 rows.*on a table.*target_modules=\['value_proj', 'dense'\]"
+    with attach(model(), num_members=3) as bayesian, pytest.raises(ValueError, match=advice):
+        bayesian(**batch(num_rows))
+    with attach(model(target_modules=["value_proj", "dense"]), num_members=3) as bayesian:
+        bayesian(**batch(num_rows))
 
 
 def test_a_disabled_adapter_leaves_the_base_model() -> None:

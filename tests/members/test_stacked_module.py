@@ -25,3 +25,15 @@ def test_a_batch_that_cannot_be_dealt_to_members_is_refused() -> None:
     stacked = Stacked(nn.Linear(2, 2), {"weight": "the.name"}, context)
     with pytest.raises(ValueError, match=r"the\.name: its module was called with 5 rows, expected 6 \(3 members x 2\)"):
         stacked.require_rows(torch.zeros(5, 2), also=2)
+
+
+def test_rows_of_no_member_are_refused_once_members_differ() -> None:
+    context = Context()
+    context.num_members = 3
+    context.begin(1, 4, trunk=False)
+    stacked = Stacked(nn.Linear(2, 2), {"weight": "the.name"}, context)
+    table = torch.zeros(1, 8, 2)
+    assert stacked.single(table) is table
+    context.fanned_out = True
+    with pytest.raises(ValueError, match=r"with 1 rows, expected 3 .*\(experts, windows or patches of an image\)"):
+        stacked.single(table)

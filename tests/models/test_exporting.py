@@ -7,16 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
-from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.core.layout import select
+from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.models.attaching import attach
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.exporting import export_adapter, export_model, network_of_draw, network_of_mean
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
+from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
+from tests.members.reference import scattered
 from tests.models.test_statistics import digits, trained
 from tests.posteriors.exported import posterior_of
 from tests.tiny_models import batch
@@ -61,6 +71,24 @@ def test_a_member_keeps_its_own_batch_statistics(tmp_path: Path) -> None:
     with torch.no_grad(), model.showing(network[None]):
         found = AutoModelForImageClassification.from_pretrained(tmp_path / "out")(pixel_values=pixels)
         torch.testing.assert_close(found.logits.log_softmax(-1), model(pixel_values=pixels).logits, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_is_merged_without_token_embeddings(tmp_path: Path) -> None:
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", num_labels=3)
+    ResNetForImageClassification(config).save_pretrained(tmp_path / "base")
+    core = ResNetForImageClassification.from_pretrained(tmp_path / "base")
+    model = get_peft_model(core, LoraConfig(r=2, target_modules="all-linear"))
+    theta = scattered(model, select(model), 2)
+    with attach(model, theta) as bayesian:
+        posterior = to_posterior(
+            bayesian, Draws(theta, torch.arange(2)), SGHMCConfig(), subspace="trainable", num_data=10.0,
+            data_unit="example", tokenizer=None, seed=3, diagnostics={},
+        )  # fmt: skip
+    export_model(posterior, network_of_draw(posterior, 1), tmp_path / "out")
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), attach(model, theta[1:]) as bayesian:
+        found = ResNetForImageClassification.from_pretrained(tmp_path / "out")(pixel_values=pixels)
+        torch.testing.assert_close(found.logits.log_softmax(-1), bayesian(pixel_values=pixels).logits)
 
 
 def test_a_tokenizer_with_code_from_elsewhere_is_refused(tmp_path: Path) -> None:

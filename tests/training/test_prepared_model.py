@@ -20,7 +20,7 @@ from hf_bayes.training.announcement import announce
 from hf_bayes.training.prepared_model import prepared, unit_of
 from hf_bayes.training.trainer_host import TrainerHost
 from tests import runs
-from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
 from tests.training.trained import require_loaded_and_resumed
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -68,12 +68,16 @@ def test_a_run_of_a_peft_config_is_saved_loaded_and_resumed(tmp_path: Path, base
     require_loaded_and_resumed(run("whole"), run, tmp_path)
 
 
-def test_a_refused_run_gives_the_base_back_without_the_adapter(tmp_path: Path) -> None:
-    model = tiny_llama()
-    names = [name for name, _ in model.named_parameters()]
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("start", [True, "pissa"])
+def test_a_refused_run_gives_the_base_back_without_the_adapter(tmp_path: Path, build: Any, start: Any) -> None:
+    model = build()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=start)
     with pytest.raises(ValueError, match="labels"):
-        trainer(tmp_path, model, peft_config=LoraConfig(**LORA), train_dataset=Dataset.from_list([{"input_ids": [5]}]))
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == names
+        trainer(tmp_path, model, peft_config=config, train_dataset=Dataset.from_list([{"input_ids": [5]}]))
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == [*before]
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,12 @@ def build(model: nn.Module, config: Mapping[str, Any], layout: Layout, task: str
         return get_peft_model(model, LoraConfig(**fields), adapter_name=_adapter_name(layout))
 
 
+def changed_by(config: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the names of the base model's modules whose weights ``build`` changes, because of the adapter's start."""
+    changes = config is not None and config.get("init_lora_weights") in lora_config.REPEATABLE
+    return frozenset(config["target_modules"]) if config is not None and changes else frozenset()
+
+
 def check_fits(model: nn.Module, layout: Layout, where: str) -> None:
     """Raise if the layers of a LoRA do not fit its base model, by name or by size."""
     modules = dict(model.named_modules())

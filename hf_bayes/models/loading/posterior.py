@@ -30,7 +30,7 @@ from hf_bayes.models.loading import lora_layers
 from hf_bayes.models.loading.base_location import locate, reaching, refuse_adapted
 from hf_bayes.models.loading.checkpoint_weights import Loaded, load_pretrained, warn_of_lost_weights
 from hf_bayes.models.loading.student_network import student_network
-from hf_bayes.models.restoration import GradientFlags, unwrapped
+from hf_bayes.models.restoration import BaseState, unwrapped
 from hf_bayes.posteriors.posterior import Posterior, require_members
 from hf_bayes.posteriors.student import DISTILLED
 
@@ -51,14 +51,14 @@ class LoadedPosterior(NamedTuple):
         layout: the random parameters.
         theta: [M, d], the members.
         posterior: the posterior.
-        own_base: the flags of a base model that the caller gave, as they were before; None for any other.
+        own_base: the state of a base model that the caller gave, as it was before; None for any other.
     """
 
     model: nn.Module
     layout: Layout
     theta: Tensor
     posterior: Posterior
-    own_base: GradientFlags | None
+    own_base: BaseState | None
 
 
 @contextlib.contextmanager
@@ -101,8 +101,9 @@ def loaded(
             raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
         found = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
         loaded_as = found.model.dtype
-        own_base = GradientFlags(base_model) if isinstance(base_model, nn.Module) else None
-        model = until_the_end.enter_context(_fitted(found.model, posterior, check_base))
+        is_own = isinstance(base_model, nn.Module)
+        before = BaseState(found.model, lora_layers.changed_by(posterior.adapter_config) if is_own else ())
+        model = until_the_end.enter_context(_fitted(found.model, before, posterior, check_base))
         if not check_base or posterior.config.base_model["fingerprint"].get("weights") is None:
             warn_of_lost_weights(found, posterior.layout, what)
         if members == 1 or posterior.config.num_members == 1:
@@ -112,14 +113,14 @@ def loaded(
             model = model.to(wanted)
         model.eval()
         theta = theta.to(next(model.parameters()).device)
-        yield LoadedPosterior(model, posterior.layout, theta, posterior, own_base)
+        yield LoadedPosterior(model, posterior.layout, theta, posterior, before if is_own else None)
 
 
 @contextlib.contextmanager
-def _fitted(core: nn.Module, posterior: Posterior, check_base: bool) -> Iterator[nn.Module]:
+def _fitted(core: nn.Module, before: BaseState, posterior: Posterior, check_base: bool) -> Iterator[nn.Module]:
     """Yield the base model with the posterior's adapter after all checks; an error of the block leaves it unchanged."""
     what, adapter = posterior.source or "this posterior", posterior.adapter_config
-    flags, modes = GradientFlags(core), [(module, module.training) for module in core.modules()]
+    modes = [(module, module.training) for module in core.modules()]
     model = core if adapter is None else lora_layers.build(core, adapter, posterior.layout, posterior.config.task, what)
     try:
         _check_parameters(model, posterior.layout, what)
@@ -128,7 +129,7 @@ def _fitted(core: nn.Module, posterior: Posterior, check_base: bool) -> Iterator
     except BaseException:
         if isinstance(model, PeftModel):
             unwrapped(model)
-        flags.restore()
+        before.restore()
         for module, mode in modes:
             module.training = mode
         raise

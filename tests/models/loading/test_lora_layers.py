@@ -18,7 +18,7 @@ from hf_bayes.core.layout import Layout, initial, select
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.loading.base_model import adapter_config
-from hf_bayes.models.loading.lora_layers import build, names_of
+from hf_bayes.models.loading.lora_layers import build, changed_by, names_of
 from hf_bayes.posteriors.posterior import Posterior
 from tests.faults.posteriors import config
 from tests.tiny_models import batch, tiny_llama, with_lora
@@ -75,6 +75,19 @@ def test_saved_names_select_equal_layers_in_peft_and_here(
         assert layers_of(found) == expected
         assert {name for name, _ in found.named_parameters()} == names
     assert torch.equal(plain.eval()(**batch()).logits, logits)
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora", "copies"])
+def test_a_base_comes_back_with_its_own_weights(kind: str, tmp_path: Path) -> None:
+    saved(with_lora(tiny_llama(num_key_value_heads=4), **LORAS[kind]), tmp_path)
+    base = tiny_llama(num_key_value_heads=4)
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    assert bool(changed_by(json.loads((tmp_path / "adapter_config.json").read_text()))) == (kind != "copies")
+    assert BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=base).detach() is base
+    assert all(torch.equal(base.state_dict()[name], value) for name, value in before.items())
+    with pytest.raises(ValueError, match="needs a Gaussian"):  # refused after the adapter has been built
+        BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=base, prediction="linearised")
+    assert all(torch.equal(base.state_dict()[name], value) for name, value in before.items())
 
 
 class Nested(nn.Module):
