@@ -8,6 +8,7 @@ from tests.mutants.models_and_fits import MODELS_AND_FITS
 from tests.mutants.own_choices import OWN_CHOICES
 from tests.mutants.recommended import RECOMMENDED
 from tests.mutants.reviewed import REVIEWED
+from tests.mutants.second_review import SECOND_REVIEW
 
 
 def law(sampler: str) -> str:
@@ -222,11 +223,10 @@ FAULTS = (
           "while update := list(itertools.islice(batches, self.accumulation)):",
           ("training/data/test_streams.py::test_each_stream_update_is_scaled_by_its_own_micro_batches",)),
     Fault("a disabled adapter goes on adapting", "members/stacked.py",
-          "return base if len(base) != len(source) or single is None else context.repeat(base)", "pass",
+          "return base if self.has_stacked_base or single is None else context.repeat(base)", "pass",
           ("members/test_stacked.py::test_a_disabled_adapter_leaves_the_base_model",)),
     Fault("threads do not wait for each other", "models/prediction_mode.py",
-          "with self.lock, nullcontext() if not self.training else evaluating(self):",
-          "with nullcontext() if not self.training else evaluating(self):",
+          "with self.lock, evaluating(self):", "with evaluating(self):",
           ("models/test_prediction_mode.py::test_threads_that_ask_one_model_take_turns",)),
     Fault("views of members are kept by the name of theta alone", "members/engine.py",
           "if self._viewed is None or self._viewed[0] is not theta or self._viewed[1] != kind:",
@@ -345,5 +345,6 @@ FAULTS = (
     *CALIBRATION,
     *MODELS_AND_FITS,
     *REVIEWED,
+    *SECOND_REVIEW,
 )
 # fmt: on
