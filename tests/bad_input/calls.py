@@ -230,7 +230,7 @@ CALLS = [
     Call(f"{EXPORT} --adapter '' --member 0", ("--adapter must be a folder, got an empty name",)),
     Call(f"{EXPORT} --adapter new --mean true", ("lm holds draws", "--member")),
     Call(f"{EXPORT} --space new", ("a Space loads posteriors from the Hub, got 'lm'",)),
-    Call(EXPORT, ("give one of --custom_generate", "got 0")),
+    Call(EXPORT, ("give one of --custom_generate", "got none")),
     Call(f"{EXPORT} --adapter new --member 9", ("has no member 9, expected 0 to 1",)),
     Call(f"{EXPORT} --adapter full --member 0", ("full is not empty",)),
     Call(f"{EXPORT} --model a_file --member 0", ("a_file",)),

@@ -74,7 +74,7 @@ class ExportArguments:
         given = [name for name in _TARGETS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             flags = ", ".join(f"--{name}" for name in _TARGETS)
-            raise ValueError(f"give one of {flags}, got {len(given)}")
+            raise ValueError(f"give one of {flags}, got {', '.join(given) or 'none'}")
         (target,) = given
         single = target in ("model", "adapter")
         if single and (self.member is None) != self.mean:

@@ -30,8 +30,8 @@ def test_a_member_is_a_model_or_an_adapter_that_says_the_same(posterior: str, tm
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "give one of --custom_generate, --model, --adapter, --space, --card, got 0"),
-        (["--model", "a", "--adapter", "b"], "got 2"),
+        ([], "give one of --custom_generate, --model, --adapter, --space, --card, got none"),
+        (["--model", "a", "--adapter", "b"], "got model, adapter"),
         (["--model", "a"], "--model is one network: give --member K or --mean"),
         (["--adapter", "a", "--member", "0", "--mean", "true"], "--adapter is one network"),
         (["--space", "a", "--member", "0"], "--member does not go with --space"),
