@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import ImageTextToTextPipeline
+from transformers.processing_utils import TextKwargs
 
 from hf_bayes.decide.abstention import rule_for
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
@@ -23,6 +24,9 @@ from hf_bayes.posteriors.storage.json_types import as_list
 
 _OF_CHATS = ("tools", "documents", "chat_template", "add_generation_prompt")
 """Arguments of a processor's ``apply_chat_template``."""
+
+_OF_PARTS = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs", "common_kwargs")
+"""Arguments of a processor that hold the settings of one of its parts."""
 
 
 class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline):
@@ -54,7 +58,8 @@ class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline)
         """Return whether the processor reads a keyword: its tokenizer, its images' part, or its chat template."""
         assert self.processor is not None  # transformers requires one
         images = self.processor.image_processor.valid_kwargs.__annotations__
-        known = {*inspect.signature(self.processor.tokenizer.__call__).parameters, *images, *_OF_CHATS}
+        texts = [*inspect.signature(self.processor.tokenizer.__call__).parameters, *TextKwargs.__annotations__]
+        known = {*texts, *images, *_OF_CHATS, *_OF_PARTS}
         return name in known - {"kwargs"} or bool(re.search(rf"\b{name}\b", str(self.processor.chat_template or "")))
 
     def _forward(self, model_inputs: Any, generate_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:  # type: ignore[override]

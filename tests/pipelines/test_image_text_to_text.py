@@ -103,6 +103,10 @@ def test_keywords_of_the_processor_are_taken(posterior: Path) -> None:
     (found,) = write(images=PICTURE, text=f"{MARK} A chain", generate_kwargs=GREEDY, **given)
     (plain,) = write(images=PICTURE, text=f"{MARK} A chain", generate_kwargs=GREEDY)
     assert found["tokens"] == plain["tokens"]
+    parts = {"text_kwargs": {"padding": True}, "images_kwargs": {"do_rescale": True}, "return_mm_token_type_ids": False}
+    assert (
+        write(images=PICTURE, text=f"{MARK} A chain", generate_kwargs=GREEDY, **parts)[0]["tokens"] == plain["tokens"]
+    )
     write.processor.chat_template = "{{ messages[0]['content'][0]['text'] }}{{ ending }}"
     chat = [{"role": "user", "content": [{"type": "text", "text": "A chain"}]}]
     assert write(text=chat, generate_kwargs=GREEDY, ending=" has")[0]["tokens"]

@@ -117,8 +117,8 @@ class CurvatureSpec:
     def of_model(self, shapes: Sequence[tuple[int, ...]]) -> CurvatureSpec:
         """Return the combination with a structure that suits random parameters of these shapes, if it has none.
 
-        That is K-FAC if there is a matrix and the factors hold at most ``MAX_FACTORS`` numbers, and else the diagonal.
-        A Hessian has no factors.
+        That is K-FAC if there is a matrix and its factors hold at most ``MAX_FACTORS`` numbers, counted as if no two
+        modules shared an input; else the diagonal. ``bias="factor"`` is always K-FAC. A Hessian has no factors.
         """
         if self.structure is not None:
             return self

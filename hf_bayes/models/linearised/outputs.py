@@ -179,6 +179,8 @@ def _of_batch(
         )
 
     def spread_of(outputs: Tensor, *, last: bool = True) -> Tensor:
+        if not outputs.requires_grad:  # no layer reads a random parameter, as with a disabled adapter
+            return like.new_zeros(len(outputs), outputs.shape[1], outputs.shape[1])
         features = None if head is None else _features(hooks, outputs, like)
         if head is not None and features is not None:
             own = head_covariance(covariance, model.layout, features, weight=head.names["weight"])

@@ -186,6 +186,16 @@ def test_a_disabled_adapter_has_no_part_in_the_covariance(kind: str) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("predict", ["linearise", "single_pass"])
+def test_without_its_only_adapter_a_model_has_no_uncertainty(predict: str) -> None:
+    model = with_lora(tiny_bert(dtype=torch.float64, num_labels=3))
+    with attached(model, "lora_") as bayesian:
+        getattr(bayesian, predict)()
+        assert float(bayesian(**batch()).epistemic.min()) > 0
+        with model.disable_adapter():
+            assert torch.equal(bayesian(**batch()).epistemic, torch.zeros(3, dtype=torch.float64))
+
+
 def test_small_posteriors_spread_members_as_linearised() -> None:
     model = lora_bert()
     inputs = models.batch()
