@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,18 +86,18 @@ def fit_laplace(
         noise_std: of a regression head; with ``fit_noise`` in the method None is 1, and it is learnt.
         likelihood: of the labels, such as ``Poisson()`` (docs/likelihoods.md); None is that of the head or posterior.
         tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a given posterior.
-        heldout: rows like ``data`` that were not used in training. They fit a temperature of the mixture, as in
-            ``fit_calibration``, and with ``LaplaceConfig(fit_prior="heldout")`` also the prior precision. For the prior
-            alone fewer rows are enough.
+        heldout: rows like ``data`` that were not used in training, with at least 50 labels. They fit a temperature of
+            the mixture, as in ``fit_calibration``. With ``LaplaceConfig(fit_prior="heldout")`` they also fit the prior
+            precision. Then fewer labels, or labels that are numbers, are allowed, and give no temperature.
         seed: of labels drawn for the GGN, of draws that judge a prior.
     Raises:
-        ValueError: before the pass, for a model, data or method that it cannot be made of; after it, if H + tau is
-            not positive definite.
+        ValueError: before the pass, for a model, data or method that it cannot be made of, and for held-out rows that
+            cannot fit what they are given for; after it, if H + tau is not positive definite.
     """
     config = _checked_config(method)
     require_seed(seed)
     _require_heldout(config, heldout)
-    _check_data(data, heldout, batch_size, num_data, data_unit)
+    _check_data(data, heldout, config, batch_size, num_data, data_unit)
     with _as_bayesian(model, config, subspace, noise_std, likelihood) as bayesian:
         refuse_frozen_adapter(bayesian)
         warn_of_frozen_head(bayesian.core, bayesian.layout)
@@ -131,12 +132,12 @@ def _as_bayesian(
         yield bayesian
 
 
-def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_unit: Any) -> None:
+def _check_data(data: Any, heldout: Any, config: Any, batch_size: Any, num_data: Any, data_unit: Any) -> None:
     """Check rows and sizes, before a model is loaded."""
     for name, given in (("data", data), ("heldout", heldout)):
         if given is not None or name == "data":
             require_rows("fit_laplace", name, given)
-    if heldout is not None and len(heldout) == 1:
+    if config.fit_prior == "heldout" and len(heldout) == 1:
         raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
     check_sizes(batch_size, num_data, data_unit)
 
@@ -228,7 +229,7 @@ def _takes_temperature(model: BayesianModel, config: Any, num_terms: int) -> boo
     """Return whether a temperature of the mixture is to be fitted on held-out rows.
 
     Raises:
-        ValueError: if the rows are of no use.
+        ValueError: if no temperature can be fitted, and the rows do not choose the prior.
     """
     reason = reason_without_temperature(model)
     if config.fit_prior == "heldout":
@@ -243,10 +244,17 @@ def _takes_temperature(model: BayesianModel, config: Any, num_terms: int) -> boo
 
 
 def _with_temperature(model: BayesianModel, posterior: Posterior, data: DataAccess, mesh: ChainMesh) -> Posterior:
-    """Return the posterior with a temperature for the predictions of a model that is loaded from it."""
+    """Return the posterior with a temperature for the predictions of a model that is loaded from it.
+
+    Without one, and with a warning, if the predictions allow none: the finished pass must not be lost.
+    """
     assert data.heldout is not None
     with torch.no_grad(), model.showing(posterior.members()), predicting_as_loaded(model, posterior):
-        found = calibration_by_number(model, data.heldout, range(data.num_heldout), mesh)
+        try:
+            found = calibration_by_number(model, data.heldout, range(data.num_heldout), mesh)
+        except ValueError as error:
+            warnings.warn(f"predictions are not calibrated: {error}", stacklevel=2)
+            return posterior
     return with_temperature(posterior, found.to_dict())
 
 

@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_METADATA = ("type_as", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full")
+_METADATA = (
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "new_zeros", "new_ones", "new_empty", "new_full",
+)  # fmt: skip
 """Functions that take the dtype, the device or the shape of a tensor, and none of its values."""
+
+_LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")
+"""Functions that take the values of the first tensor, and the dtype, the device or the shape of the second."""
 
 
 class ReadsOutsideModules(TorchFunctionMode):
@@ -46,7 +52,7 @@ class ReadsOutsideModules(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         # weight.dtype and weight.shape are no tensors, and neither is the result of x[0] = weight
         if name == "__setitem__" or (name not in _METADATA and any(True for _ in _tensors(result))):
-            read = args[:1] if name == "to" else (args, kwargs)  # x.to(weight) takes a dtype and a device
+            read = args[:1] if name in _LIKE else (args, kwargs)
             self.found |= {self.names[id(tensor)] for tensor in _tensors(read) if id(tensor) in self.names}
         return result
 

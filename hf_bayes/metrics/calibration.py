@@ -106,7 +106,7 @@ def fit_calibration(sums: GroupSums, *, num_members: int, prediction: str) -> Ca
         raise ValueError(
             f"a temperature of the mixture needs a finite NLL of the held-out rows, got {curves[..., 0].sum():g}: a "
             "label has probability 0 (a logit of -inf), or a prediction is NaN. Leave out rows whose label cannot "
-            "occur, or switch the calibration off"
+            "occur, or leave the calibration out"
         )
     used = np.flatnonzero(terms)
     whole = _best(curves.sum(0))
@@ -137,7 +137,7 @@ def require_enough(num_terms: int) -> None:
     if num_terms < MIN_TERMS:
         raise ValueError(
             f"a temperature of the mixture needs held-out rows with at least {MIN_TERMS} labels, got {num_terms}: give "
-            "more rows, or switch the calibration off"
+            "more rows, or leave the calibration out"
         )
 
 

@@ -214,7 +214,7 @@ def _checked(model: ModelOfText, prompt: Any, kwargs: dict[str, Any]) -> dict[st
     if kwargs.get("use_cache", True) is None:  # None would put the whole text into the cache anew
         del kwargs["use_cache"]
     refuse_unsupported(kwargs, model.generation_config, prompt)
-    if not model.predictor.fills_static_caches:
+    if model.predictor.has_uncertain_caches:
         refuse_static_cache(kwargs, model.generation_config)
     # the mask is longer than a prompt whose beginning is in a cache
     mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")

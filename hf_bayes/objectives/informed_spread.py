@@ -19,8 +19,7 @@ from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.methods.laplace.accumulators import UnsupportedModule
 from hf_bayes.methods.laplace.curvature import NotPositiveDefinite
 from hf_bayes.methods.laplace.prior_precision import precision_of
-from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
-from hf_bayes.methods.sgmcmc.covariance_roots import KroneckerRoots
+from hf_bayes.methods.laplace.supported import CurvatureSpec, default_structure, drawn_or_empirical
 from hf_bayes.methods.sgmcmc.whitening import MAX_BASIS
 from hf_bayes.objectives.curvature_pass import NothingToExpand
 from hf_bayes.objectives.model_objective import ModelObjective
@@ -135,9 +134,8 @@ def _informed(
     Both are restricted to the elements that deviate.
     """
     shapes = tuple(plan.shapes.values())
-    fits = any(len(shape) == 2 for shape in shapes) and KroneckerRoots(shapes).size <= MAX_BASIS
     estimator = drawn_or_empirical(lacks_of(objective.model.likelihood))
-    spec = CurvatureSpec(estimator=estimator, structure="kronecker" if fits else "diagonal", share=share)
+    spec = CurvatureSpec(estimator=estimator, structure=default_structure(shapes, MAX_BASIS), share=share)
     curvature = objective.curvature(point, spec, gradient=False).curvature
     tau = plan.prior_weight * precision_of(plan.prior, curvature.diagonal).diagonal
     covariance = curvature.covariance(tau)

@@ -190,6 +190,7 @@ def test_a_negative_curvature_is_refused_by_its_eigenvalue(structure: str) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"bias": "factor"}, "bias='factor' is a Kronecker factor of a module, which an energy does not have"),
         ({"structure": "kronecker"}, "made of the inputs and outputs of modules, .* choose one of diagonal, low_rank"),
         ({"estimator": "ef_token"}, "estimator='ef_token' sums over likelihood terms, .*: leave estimator out"),
         ({"fit_prior": "evidence"}, "fit_prior='evidence' needs a prior apart from the energy, .*: give prior="),

@@ -144,6 +144,22 @@ def test_held_out_rows_that_fit_no_temperature_are_refused() -> None:
     with pytest.raises(ValueError, match="held-out rows with at least 50 labels, got 49"):
         fit(model, data[:4], heldout=data[1:], subspace="last_layer", check_gradient=False)
     assert calls == []  # before the pass
+    with pytest.raises(ValueError, match="held-out rows with at least 50 labels, got 1: give more rows, or leave the"):
+        fit(model, data[:4], heldout=data[:1], subspace="last_layer")
+
+
+def test_a_finished_pass_is_not_lost_without_a_temperature() -> None:
+    model, data = tiny_bert(num_labels=3), label_rows(60)
+    impossible = -torch.inf  # the logit of the last class, whose labels have probability 0
+
+    def without_last(module: Any, args: Any, output: Any) -> Any:
+        output.logits = output.logits + torch.tensor([0.0, 0.0, impossible])
+        return output
+
+    rows = [row for row in data if row["label"] != 2]
+    with model.register_forward_hook(without_last), pytest.warns(UserWarning, match="are not calibrated: .* finite"):
+        posterior = fit(model, rows, heldout=data, subspace="last_layer", structure="diagonal", check_gradient=False)
+    assert posterior.config.calibration == {}
 
 
 def test_noise_beside_a_model_that_has_its_own_is_refused() -> None:

@@ -70,12 +70,14 @@ READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "data": lambda x, weight: x + weight.data.sum(),
     "list": lambda x, weight: torch.cat([x, weight])[:-2],
     "cast": lambda x, weight: x + weight.to(torch.float64).sum(),
+    "cast like": lambda x, weight: x + weight.type_as(x).sum(),
     "written": written,
 }
 HARMLESS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dtype": lambda x, weight: x.to(weight.dtype),
     "type of": lambda x, weight: x.type_as(weight),
     "cast like": lambda x, weight: x.to(weight),
+    "shape of": lambda x, weight: x + x[:2].view_as(weight).sum() + torch.full_like(weight, 2.0).sum(),
     "shape": lambda x, weight: x + weight.shape[0] + weight.size(0) + torch.zeros_like(weight).sum(),
     "nothing": lambda x, weight: x,
 }

@@ -7,7 +7,7 @@ from tests.mutants.fault import Fault
 # fmt: off
 SECOND_REVIEW = (
     Fault("review: K-FAC of any size is the default", "methods/laplace/supported.py",
-          "fits = bool(sides) and sum(side * side for side in sides) <= MAX_FACTORS", "fits = bool(sides)",
+          '"kronecker" if sides and sum(side * side for side in sides) <= most else', '"kronecker" if sides else',
           ("methods/laplace/test_supported.py::test_the_default_is_kfac_where_its_factors_fit",)),
     Fault("review: held-out rows fit no temperature", "fit/laplace.py",
           "return _with_temperature(model, posterior, data_access, mesh) if tempers else posterior",

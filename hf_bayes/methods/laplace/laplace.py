@@ -67,7 +67,8 @@ class LaplaceConfig(MethodConfig):
             its Hessian.
         structure: "diagonal", "kronecker", "kronecker_corrected", "low_rank" or "full"; of an energy, "diagonal",
             "low_rank" (by Lanczos, see ``laplace.low_rank_hessian``) or "full". None is "kronecker" (K-FAC) for a model
-            whose factors hold at most ``supported.MAX_FACTORS`` numbers, and else "diagonal".
+            whose factors hold at most ``supported.MAX_FACTORS`` numbers, or with ``bias="factor"``. It is "diagonal"
+            for any other model, for the estimator "hessian", and for an energy.
         num_samples: number of label draws ("ggn") or random signs ("ef_token") per row. None is exact, and takes a
             backward pass for each term and each output (each class but one). "ggn" is exact in any case where that is
             no more than ``num_samples`` passes (for rows with one number, with one of two classes, or a preference),

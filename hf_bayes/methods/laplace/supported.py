@@ -59,6 +59,18 @@ MODULES = {
 """Kind of module -> structure -> the form of its curvature."""
 
 
+def default_structure(shapes: Sequence[tuple[int, ...]], most: int, max_factor: int | None = None) -> str:
+    """Return "kronecker" if there is a matrix and the Kronecker factors are small enough, and else "diagonal".
+
+    Args:
+        shapes: of the random parameters.
+        most: the largest number of elements in all factors, counted as if no two modules shared an input.
+        max_factor: longest side of a factor that is not diagonal; None means any.
+    """
+    sides = [side for shape in shapes if len(shape) == 2 for side in shape if max_factor is None or side <= max_factor]
+    return "kronecker" if sides and sum(side * side for side in sides) <= most else "diagonal"
+
+
 def drawn_or_empirical(lacks: frozenset[str]) -> str:
     """Return "ggn", or for a likelihood that draws no labels the empirical Fisher, which needs only ``log_prob``."""
     return "ef_sequence" if "draw" in lacks else "ggn"
@@ -117,15 +129,16 @@ class CurvatureSpec:
     def of_model(self, shapes: Sequence[tuple[int, ...]]) -> CurvatureSpec:
         """Return the combination with a structure that suits random parameters of these shapes, if it has none.
 
-        That is K-FAC if there is a matrix and its factors hold at most ``MAX_FACTORS`` numbers, counted as if no two
-        modules shared an input; else the diagonal. ``bias="factor"`` is always K-FAC. A Hessian has no factors.
+        It is the diagonal of a Hessian, which has no factors, and K-FAC with ``bias="factor"``. Otherwise see
+        ``default_structure``.
         """
         if self.structure is not None:
             return self
-        sides = [side for shape in shapes if len(shape) == 2 for side in shape if side <= self.max_factor]
-        fits = bool(sides) and sum(side * side for side in sides) <= MAX_FACTORS
-        factored = self.estimator != "hessian" and (fits or self.bias == "factor")
-        return replace(self, structure="kronecker" if factored else "diagonal")
+        if self.estimator == "hessian":
+            return replace(self, structure="diagonal")
+        if self.bias == "factor":
+            return replace(self, structure="kronecker")
+        return replace(self, structure=default_structure(shapes, MAX_FACTORS, self.max_factor))
 
     def check_size(self, dim: int, most_terms: int | None, root_columns: int | None) -> None:
         """Check that the curvature does not take too much time or memory.
@@ -182,6 +195,10 @@ class CurvatureSpec:
             return EnergyLimits(
                 refusal=f"estimator={self.estimator!r} sums over likelihood terms, which an energy does not have. Its "
                 "curvature is its Hessian: leave estimator out"
+            )
+        if self.bias == "factor":
+            return EnergyLimits(
+                refusal="bias='factor' is a Kronecker factor of a module, which an energy does not have: leave bias out"
             )
         if self.structure not in (None, *ENERGY_STRUCTURES):
             return EnergyLimits(

@@ -41,9 +41,9 @@ from hf_bayes.core.rng import randn, spare_generators
 from hf_bayes.core.types import DataPasses, Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
-from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
+from hf_bayes.methods.laplace.supported import CurvatureSpec, default_structure, drawn_or_empirical
 from hf_bayes.methods.sgmcmc import laplace_trial, step_control
-from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, KroneckerRoots, Roots, informed_by_data
+from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, Roots, informed_by_data
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.laplace_trial import Choice, Trial
 from hf_bayes.methods.sgmcmc.step_control import PathNoise, relaxation_of
@@ -305,9 +305,7 @@ class WhitenedSampler:
 def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSpec]:
     """Return how S is held, and the curvature it is made of."""
     shapes = tuple(problem.shapes.values())
-    has_matrices = any(len(shape) == 2 for shape in shapes)
-    has_room = KroneckerRoots(shapes).size <= MAX_BASIS
-    structure = config.whitening or ("kronecker" if has_matrices and has_room else "diagonal")
+    structure = config.whitening or default_structure(shapes, MAX_BASIS)
     if structure == "full" and (dim := sum(map(math.prod, shapes))) ** 2 > MAX_BASIS:
         raise ValueError(
             f"{config.name}: whitening='full' holds a matrix of {dim} x {dim} for each chain; the limit is "

@@ -115,7 +115,7 @@ class DistilledPredictor(Student):
 class DistilledTokens(Student):
     """Predict the next token by a student."""
 
-    keeps_caches = fills_static_caches = True
+    keeps_caches, has_uncertain_caches = True, False
     cuts_feed_forward = True
     tensors_per_state = 1
 

@@ -25,13 +25,13 @@ class TokenPredictor(Predictor, Protocol):
 
     Attributes:
         keeps_caches: whether keys and values of earlier tokens can be kept from one forward pass to the next.
-        fills_static_caches: whether keys and values are plain tensors, which a static cache can hold.
+        has_uncertain_caches: whether keys and values carry noise, which a static cache cannot hold.
         cuts_feed_forward: whether the last feed-forward layer may run at the positions alone that are read.
         tensors_per_state: tensors that are held for each hidden state of a member.
     """
 
     keeps_caches: bool
-    fills_static_caches: bool
+    has_uncertain_caches: bool
     cuts_feed_forward: bool
     tensors_per_state: int
 
@@ -58,7 +58,7 @@ class MemberTokens:
     averages_members = True
     mixes_networks = True
     imitates: tuple[str, int] | None = None
-    keeps_caches = fills_static_caches = True
+    keeps_caches, has_uncertain_caches = True, False
     cuts_feed_forward = True
     tensors_per_state = 1
 
@@ -151,7 +151,7 @@ class ClosedFormTokens:
     averages_members = False
     mixes_networks = False
     imitates: tuple[str, int] | None = None
-    keeps_caches, fills_static_caches = False, True
+    keeps_caches = has_uncertain_caches = False
     cuts_feed_forward = True
     tensors_per_state = 1
 

@@ -198,7 +198,7 @@ class SinglePassTokens:
             raise ValueError("structure='full' has no language models: choose 'low_rank' or 'diagonal'")
         refuse_rank_without_columns(structure, rank)
         self.causal = causal
-        self.fills_static_caches = causal.head.alike  # else keys and values are uncertain
+        self.has_uncertain_caches = not causal.head.alike
         gaussian = gaussian_of(model)
         if len(gaussian.means) > 1:
             raise ValueError(

@@ -98,6 +98,8 @@ def test_a_ggn_is_exact_where_that_takes_few_more_passes(
         ([(8, 4096)] * 4, {}, "diagonal"),  # 2^26 numbers for the long sides alone
         ([(8, 4096)] * 4, {"max_factor": 4095}, "kronecker"),
         ([(8, 4096)] * 4, {"bias": "factor"}, "kronecker"),
+        ([(8, 768), (768, 8)] * 24, {}, "kronecker"),  # queries and values of BERT-base, as docs/laplace.md says
+        ([(8, 1024), (1024, 8)] * 48, {}, "diagonal"),  # and of BERT-large
     ],
 )
 def test_the_default_is_kfac_where_its_factors_fit(
