@@ -246,6 +246,7 @@ def main(command: str, file: str) -> int:
     if command == "launched":
         logging.disable(logging.WARNING)
         train(Path(file), METHODS["sghmc"](num_chains=2, prior_std=0.1), seed=0, accumulation=1, num_steps=6)
+        hf_bayes.end_process_group()
         return 0
     found = everything()
     if command == "record":

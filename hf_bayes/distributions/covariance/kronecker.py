@@ -50,7 +50,9 @@ class KroneckerBlock(Covariance):
         return self.variances
 
     def root(self, noise: Tensor) -> Tensor:
-        return self._rotated_back(self.variances.sqrt() * self._matrices(noise))
+        # symmetric, so that draws do not depend on the choice of eigenvectors: their signs are arbitrary, and so is a
+        # basis of equal variances. Another number of processes or another device rounds otherwise and finds others
+        return self._rotated_back(self.variances.sqrt() * self._rotated(noise))
 
     def product(self, vectors: Tensor) -> Tensor:
         return self._rotated_back(self.variances * self._rotated(vectors))

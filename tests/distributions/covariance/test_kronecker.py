@@ -28,3 +28,17 @@ def test_a_vector_may_have_a_dense_block_also_in_a_file() -> None:
     assert torch.equal(dense(again, variances), dense(covariance, variances))
     with pytest.raises(ValueError, match=r"left\.b: expected shape \[4, 4\], got \[3, 3\]"):
         COVARIANCES["kronecker"].from_tensors(tensors | {"left.b": torch.eye(3)}, LAYOUT)
+
+
+def test_draws_do_not_depend_on_the_choice_of_eigenvectors() -> None:
+    variances = numbers(3, 4).exp()
+    variances[:, 1:3] = variances[:, 1:2]  # these two directions of the right side have one eigenspace
+    angle = torch.tensor(0.7, dtype=torch.float64)
+    turned = basis(4).clone()
+    turned[:, 1:3] @= torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+    signs = torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64)
+    one, other = KroneckerBlock(basis(3), basis(4), variances), KroneckerBlock(basis(3) * signs, turned, variances)
+    noise = numbers(5, 12, seed=1)
+    # 1e-12: a few products of matrices of size 4 in float64
+    assert (one.root(noise) - other.root(noise)).abs().max() < 1e-12
+    assert (one.root(noise) - (one.variances.sqrt() * noise.view(5, 3, 4)).flatten(1)).abs().max() > 0.1
