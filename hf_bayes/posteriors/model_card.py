@@ -25,7 +25,14 @@ from hf_bayes.posteriors.directory import fingerprint_of
 from hf_bayes.posteriors.file_formats import ADAPTER_CONFIG
 from hf_bayes.posteriors.hub import CARD, is_local
 from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
-from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, awaits_temperature, explanation
+from hf_bayes.posteriors.model_card_explanations import (
+    COVARIANCES,
+    DIAGNOSTICS,
+    METHODS,
+    METRICS,
+    awaits_temperature,
+    explanation,
+)
 from hf_bayes.posteriors.sidecars import is_sidecar
 from hf_bayes.posteriors.tasks import TASKS
 
@@ -237,6 +244,7 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "config": config,
         "draws": draws,
         "num_members": config["num_members"] if draws else None,
+        "covariance": COVARIANCES.get(config["approximation"]),
         "num_chains": len(set(config["member_chains"])) or method.get("num_chains") or 1,
         "adapter": adapter,
         "answers": _answers(task, head),

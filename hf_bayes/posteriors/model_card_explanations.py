@@ -34,6 +34,14 @@ METHODS = {
 }
 """The name of a method -> its full name in the literature."""
 
+COVARIANCES = {
+    "gaussian": "diagonal",
+    "gaussian_full": "full: one matrix over all random parameters",
+    "gaussian_kronecker": "Kronecker-factored (K-FAC): one block for each tensor",
+    "gaussian_low_rank": "diagonal plus a few directions (low rank)",
+}
+"""The ``kind`` of a Gaussian -> its covariance in words."""
+
 DIAGNOSTICS = {
     "acceptance": "Share of proposals that each chain accepted. Good: 0.1 to 0.99.",
     "beyond_series": "Share of moves whose minibatch noise was too large to be corrected. Good: 0.01 or less.",

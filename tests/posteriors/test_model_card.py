@@ -341,6 +341,16 @@ def test_a_report_of_each_chain_is_a_row_of_values() -> None:
     assert "| laplace.diagonal | 1, not defined | Number of tensors" in text
 
 
+@pytest.mark.parametrize(
+    ("approximation", "words"),
+    [("gaussian", "diagonal"), ("gaussian_kronecker", "Kronecker-factored (K-FAC): one block for each tensor")],
+)
+def test_a_card_names_the_covariance_that_a_default_chose(approximation: str, words: str) -> None:
+    found = gaussian().config.to_dict()
+    assert f"| covariance | {words} |" in render_card({**found, "approximation": approximation}, adapter=False)
+    assert "| covariance |" not in render_card(draws(2).config.to_dict(), adapter=False)
+
+
 def test_a_prior_that_is_a_posterior_is_named_in_words() -> None:
     first = {"name": "gaussian", "std": 1.0}
     record = {"posterior": "/tmp/x/first", "fingerprint": "ab" * 32, "method": "laplace", "approximation": "gaussian",

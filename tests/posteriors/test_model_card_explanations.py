@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import hf_bayes
 from hf_bayes.diagnostics.verdict import Diagnostics
-from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, awaits_temperature, explanation
+from hf_bayes.distributions.approximations import GAUSSIANS
+from hf_bayes.posteriors.model_card_explanations import (
+    COVARIANCES,
+    DIAGNOSTICS,
+    METHODS,
+    METRICS,
+    awaits_temperature,
+    explanation,
+)
 from hf_bayes.training.outcome import KEPT_METRICS
 
 
@@ -11,6 +19,7 @@ def test_every_figure_is_explained() -> None:
     assert fields - DIAGNOSTICS.keys() == set()
     assert {*KEPT_METRICS, "map_nll", "map_nll_difference_std_error", "limit_nll"} - METRICS.keys() == set()
     assert hf_bayes.METHODS.keys() - METHODS.keys() == set()
+    assert COVARIANCES.keys() == GAUSSIANS.keys()
     assert explanation(METRICS, "far_map_nll") == METRICS["map_nll"]
     assert explanation(METRICS, "mine") == ""
 
