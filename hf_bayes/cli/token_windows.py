@@ -80,7 +80,7 @@ def token_windows(
         length, overlap, loss_tokens, score_start: see ``window_spans``.
         text_column: the column that holds the text.
         join: True joins all rows to one text, with the end-of-sequence token between them: for many short rows.
-        close: of joined rows: True puts this token after the last row, too, so that training learns where each row
+        close: True puts this token after the last of joined rows, too, so that training learns where each row
             ends. False is for evaluation: a text file may end anywhere, and does not hold the token.
     Raises:
         ValueError: if the lengths do not fit together, no text holds two tokens, or ``join`` lacks a separator.

@@ -85,7 +85,7 @@ def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[Lange
     """Return the rule of a method whose chains begin on the rungs of ``config.ladder``.
 
     Args:
-        config: of the sampler, with a ladder.
+        config: the sampler's settings, with a ladder.
         problem: the run.
         build: (config without a ladder, problem) -> the rule of one rung.
     Raises:
@@ -148,7 +148,7 @@ class _Ladder:
     """The parts of the rule.
 
     Attributes:
-        config: of the sampler, with its ladder.
+        config: the sampler's settings, with its ladder.
         rungs: the rungs.
         looks: the numbers of updates after which the chains are looked at; the choice follows the last one. The state
             holds what was seen; after the choice, where the chains then were.

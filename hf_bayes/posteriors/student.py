@@ -59,7 +59,7 @@ def check_student(tensors: Mapping[str, Tensor] | None, student: Mapping[str, An
     """Check that a student's tensors fit their description, and that it belongs to this posterior.
 
     Args:
-        fingerprint: of the posterior.
+        fingerprint: the fingerprint of the posterior, in hexadecimal digits.
     Raises:
         ValueError: naming what does not fit.
     """

@@ -63,7 +63,7 @@ def default_structure(shapes: Sequence[tuple[int, ...]], most: int, max_factor: 
     """Return "kronecker" if there is a matrix and the Kronecker factors are small enough, and else "diagonal".
 
     Args:
-        shapes: of the random parameters.
+        shapes: the shapes of the random parameters.
         most: the largest number of elements in all factors, counted as if no two modules shared an input.
         max_factor: longest side of a factor that is not diagonal; None means any.
     """

@@ -107,7 +107,7 @@ def cooled(step_size: Tensor, before: Any, state: Any, law: Tensor) -> tuple[Ten
     """Return the step sizes [M] and the state of a sampler after an update, with smaller moves where it is too hot.
 
     Args:
-        before, state: of a sampler with momenta, before and after the update.
+        before, state: the states of a sampler with momenta, before and after the update.
         law: [M] the kinetic temperature in equilibrium.
     """
     heat = state.momentum.square().mean(1) / law

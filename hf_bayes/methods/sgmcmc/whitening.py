@@ -104,7 +104,7 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
     The learning rate of an update is a factor of h^2, 1 at the peak of a schedule.
 
     Args:
-        config: of the sampler.
+        config: the sampler's settings.
         problem: the run, after its warm start.
         build: (problem) -> the rule of the sampler itself.
     Raises:
@@ -148,7 +148,7 @@ class WhitenedSampler:
 
     Attributes:
         config, problem: see ``whiten``.
-        sampler: of v, at step size ``MAX_STEP`` and without a prior.
+        sampler: the sampler of v, at step size ``MAX_STEP`` and without a prior.
         num_measured: minibatches that V is measured from.
         roots: the structure of S.
         spec: the curvature that S is made of.
