@@ -208,7 +208,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         self.refuse_unknown_inputs(inputs)
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
-        trace = self.decoding.check_step(self.check_inputs, inputs, past_key_values)
+        if (trace := self.decoding.begin_step(input_ids)) is None:  # ``generate`` has checked the inputs of its steps
+            self.check_inputs.check_pass(inputs, past_key_values)
         output = self._answer(inputs, past_key_values, labels, logits_to_keep, trace)
         return output.to_tuple() if as_tuple else output
 

@@ -101,23 +101,19 @@ class Decoding:
         self._ids_of_step = None if self.trace is None else prepared.get("input_ids")
         return prepared
 
-    def check_step(self, check_inputs: InputCheck, inputs: dict[str, Any], cache: Any) -> GenerationTrace | None:
-        """Check the inputs of a forward pass. Return the trace that records it if it is a step of ``generate``.
+    def begin_step(self, ids: Tensor | None) -> GenerationTrace | None:
+        """Return the trace that records the forward pass over ``ids`` if it is a step of ``generate``, and else None.
 
-        Logits processors, stopping criteria and streamers may call the model between two steps. These passes draw no
-        token of the text.
+        The last token of each row is the one that the step before has chosen, and the trace notes it. Logits
+        processors, stopping criteria and streamers may call the model between two steps. These passes draw no token of
+        the text.
         """
-        ids: Any = inputs.get("input_ids")
         trace, is_step = self.trace, ids is not None and ids is self._ids_of_step
-        if trace is not None and is_step:
-            self._ids_of_step = None
-            trace.chosen(ids[:, -1])
-            return trace
-        if ids is not None and cache is not None:
-            require_ids(ids)  # a step of the caller's own decoding loop, which must not wait for the device
-        else:
-            check_inputs(inputs)
-        return None
+        if trace is None or ids is None or not is_step:
+            return None
+        self._ids_of_step = None
+        trace.chosen(ids[:, -1])
+        return trace
 
     def remember_mask(self, mask: Tensor) -> Tensor:
         """Record the attention mask that transformers finds for a prompt without one."""

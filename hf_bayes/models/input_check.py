@@ -48,7 +48,7 @@ class InputCheck:
         Inputs without ``input_ids`` (images, embeddings) are not checked. The process waits once for the device.
 
         Args:
-            inputs: of a forward pass without a cache.
+            inputs: the inputs of a forward pass without a cache.
             where: the caller's name for the rows.
             first: number of the first row.
             advice: what to do about a row that is too long; ``{longest}`` stands for the tokens of the context.
@@ -86,11 +86,23 @@ class InputCheck:
                 what = f"{_name(row, len(ids), where, first)} has {length} tokens,"
                 self._too_long(what, advice.format(longest=self.longest))
 
+    def check_pass(self, inputs: Mapping[str, Any], cache: Any) -> None:
+        """Raise as ``__call__``; with a cache, a step of the caller's own decoding loop, without a wait for the device.
+
+        Args:
+            inputs: the inputs of a forward pass.
+            cache: the cache that it reads; None without one.
+        """
+        if cache is None or inputs.get("input_ids") is None:
+            self(inputs)
+        else:
+            require_ids(inputs["input_ids"])
+
     def check_generation(self, mask: Tensor, num_new: int) -> None:
         """Raise, or warn, if prompts and new tokens together are longer than the context.
 
         Args:
-            mask: [rows, T] of the prompts.
+            mask: [rows, T] the attention mask of the prompts.
             num_new: the number of new tokens that each prompt may get.
         """
         if self.longest is None or mask.shape[-1] + num_new <= self.longest or mask.ndim != 2:
