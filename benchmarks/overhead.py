@@ -48,17 +48,16 @@ def _probe(settings: Settings, trainer: BayesianTrainer, gradients: list[float])
 def _noise(settings: Settings, trainer: BayesianTrainer, gradients: list[float]) -> Line:
     """The gradient of a quarter of a micro-batch's rows, spread over the steps from one to the next."""
     trainer.bayesian.train()
-    objective, theta = trainer.active.objective, trainer.run.theta
-    batch = objective.prepare(next(iter(trainer.get_train_dataloader())))
-    grad, whole = torch.zeros_like(theta), {"gradient": True, "step": 0, "chunks": objective.member_chunks(batch)}
-    for some in objective.passes(theta, batch, micro=0, **whole):
+    passes, theta = trainer.active.objective.passes, trainer.run.theta
+    batch = passes.prepare(next(iter(trainer.get_train_dataloader())))
+    grad, whole = torch.zeros_like(theta), {"gradient": True, "step": 0, "chunks": passes.member_chunks(batch)}
+    for some in passes.of_batch(theta, batch, micro=0, **whole):
         grad[some.members] += some.grad
 
     def part(rows: dict[str, Any], number: int) -> Any:
-        return objective.passes(theta, rows, micro=number, **whole)
+        return passes.of_batch(theta, rows, micro=number, **whole)
 
-    groups = 1 if objective.shared else len(objective.chains)
-    noise = partial(between_parts, objective.model, batch, grad, part, num_groups=groups)
+    noise = partial(between_parts, passes.model, batch, grad, part, num_groups=passes.num_groups)
     seconds = [timed(noise, settings.device) for _ in gradients]
     work = f"the noise of the gradient every {NOISE_PERIOD} steps, LoRA on the last layer, M={settings.num_members}"
     times = {"ours": seconds, "single": gradients}

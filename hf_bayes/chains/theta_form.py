@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic
 
-import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
@@ -67,10 +66,7 @@ class Form(Generic[Theta]):
 
     def place_of(self, column: int) -> str:
         """Return ", " and the name of the tensor that holds a column of theta; "" if it has no name."""
-        if self.layout is None:
-            return ""
-        ends = torch.tensor(self.layout.sizes).cumsum(0)
-        return f", {self.layout.names[int(torch.searchsorted(ends, column, right=True))]}"
+        return "" if self.layout is None else f", {self.layout.name_at(column)}"
 
 
 def _check_named(theta: Mapping[str, Tensor]) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +50,11 @@ class Layout:
     def dim(self) -> int:
         """d, the length of a row of theta."""
         return sum(self.sizes)
+
+    def name_at(self, column: int) -> str:
+        """Return the name of the tensor that holds a column of theta, 0 <= column < d."""
+        assert 0 <= column < self.dim
+        return self.names[bisect_right([*accumulate(self.sizes)], column)]
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return {name: [*lead, *shape]} as one tensor [*lead, d].

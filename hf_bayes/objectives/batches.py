@@ -26,13 +26,13 @@ class ChainBatches:
 
     Args:
         num_rows: n, the number of rows of the data set.
-        batch_size: rows of a micro-batch, per chain.
-        accumulation: micro-batches of an update; R = batch_size * accumulation * data_size.
-        chains: global indices of the chains; None means that all see the same rows.
+        batch_size: the number of rows of a micro-batch for each chain.
+        accumulation: the number of micro-batches of an update; R = batch_size * accumulation * data_size.
+        chains: the global numbers of the chains; None means that all see the same rows.
         seed: the seed of the permutations.
         data_rank, data_size: the number of this process, from 0, and of all processes that share these chains.
-        order: see above.
-        updates_per_epoch: updates of an epoch; None takes as many as go through all rows once.
+        order: the order of rows, see above.
+        updates_per_epoch: the number of updates of an epoch; None takes as many as go through all rows once.
     Raises:
         ValueError: if a batch or an update needs more different rows than there are.
     """
@@ -136,7 +136,7 @@ class WholeUpdates(IterableDataset[Any]):
 
     Args:
         loader: the loader of a pass, without short batches. Its data set gets the number of each pass (``set_epoch``).
-        accumulation: micro-batches of an update.
+        accumulation: the number of micro-batches of an update.
         name: the name of the data set in messages, with its type.
     Raises:
         ValueError: if a pass has fewer rows than an update.

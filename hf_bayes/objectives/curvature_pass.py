@@ -47,8 +47,8 @@ class CurvaturePassResult(NamedTuple):
         curvature: H of -log p(D | theta).
         log_lik: log p(D | theta) in nats.
         gradient: grad log p(D | theta); None if it was not requested.
-        num_rows: examples or sequences.
-        num_terms: likelihood terms.
+        num_rows: the number of examples or sequences.
+        num_terms: the number of likelihood terms.
         fallbacks: {parameter: the reason for which only a diagonal of its curvature is kept}.
     """
 

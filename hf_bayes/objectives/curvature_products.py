@@ -27,7 +27,7 @@ class CurvaturePass:
     """The VJPs of the data, one batch after the other.
 
     Attributes:
-        num_terms: number of likelihood terms of the batches so far.
+        num_terms: the number of likelihood terms of the batches so far.
         log_lik: their log-likelihood in nats.
     """
 

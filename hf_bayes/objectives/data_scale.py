@@ -11,10 +11,10 @@ class DataScale(NamedTuple):
     """The size of the training data and of an update.
 
     Attributes:
-        num_data: N, see docs/scale.md.
-        num_rows: rows of the data, of all processes; None for a stream.
-        num_terms: likelihood terms counted in these rows; None for a stream.
-        rows_per_update: R, per chain, over all processes that share it.
+        num_data: N, the number of terms that the data count as, see docs/scale.md.
+        num_rows: the number of rows of the data of all processes; None for a stream.
+        num_terms: the number of likelihood terms in these rows; None for a stream.
+        rows_per_update: R, the number of rows of an update for each chain, over all processes that share it.
     """
 
     num_data: float

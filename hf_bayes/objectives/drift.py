@@ -59,7 +59,7 @@ def measure_drift(objective: ModelObjective, plan: SpreadPlan, *, seed: int, tem
         return None
     plan = plan._replace(prior=plan.prior.to(model.theta))
     few = data.part(min(1.0, NUM_ROWS / data.num_rows), seed)
-    rows = [objective.prepare(batch) for batch in few.batches(range(few.num_rows))]
+    rows = [objective.passes.prepare(batch) for batch in few.batches(range(few.num_rows))]
     center, covariance, rng = found.means[0], found.covariances[0], generator(seed, "drift")
     apart, velocity = (_mirrored(covariance.root(_normals(len(center), rng).to(center))) for _ in range(2))
     with evaluating(model):
@@ -117,5 +117,5 @@ def _of_terms(
     function: Callable[[Tensor, Tensor], Tensor],
 ) -> list[Tensor]:
     model = objective.model
-    with model.showing(theta.to(model.theta)), objective.context():
+    with model.showing(theta.to(model.theta)), objective.passes.context():
         return [part for batch in rows for part in model.each_term(batch, function)]

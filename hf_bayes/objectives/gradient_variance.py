@@ -70,7 +70,7 @@ def between_parts(
         model: the model that is sampled.
         batch: a prepared batch.
         grad: [M, d] the gradient of minus the log-likelihood of the whole batch.
-        passes: (a part, its number) -> what ``ModelObjective.passes`` yields.
+        passes: (a part, its number) -> what ``MemberPasses.of_batch`` yields.
         num_groups: the number of groups of rows in the batch: 1 if chains share rows, else the number of chains.
     Returns:
         [M, S]; None if a chain has a single row.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ from hf_bayes.methods.laplace.supported import CurvatureSpec, default_structure,
 from hf_bayes.methods.sgmcmc.whitening import MAX_BASIS
 from hf_bayes.objectives.curvature_pass import NothingToExpand
 from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.uncertainty.likelihoods import lacks_of
 
 NUM_DRAWS = {"draws": 16, "gaussian": 8}
 """The number of draws; it is larger for chains, whose draws may depend on each other. If the data determine n
@@ -115,11 +113,9 @@ def _draws(found: Approximation, seed: int, *, mirrored: bool) -> tuple[Tensor, 
 
 def grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, share: float) -> Tensor | None:
     """Return grad U [S, d] without dropout, all from the same rows."""
-    without_dropout = copy.copy(objective)
-    without_dropout.dropout = False
     parts = []
-    for some in theta.to(objective.model.theta).split(len(objective.chains)):
-        part = without_dropout.full_gradient(some, share=share)
+    for some in theta.to(objective.model.theta).split(len(objective.passes.chains)):
+        part = objective.full_gradient(some, share=share, without_dropout=True)
         if part is None:
             return None
         parts.append(-part - plan.prior_weight * plan.prior.grad(some))
@@ -134,7 +130,7 @@ def _informed(
     Both are restricted to the elements that deviate.
     """
     shapes = tuple(plan.shapes.values())
-    estimator = drawn_or_empirical(lacks_of(objective.model.likelihood))
+    estimator = drawn_or_empirical(objective.model.likelihood.lacks)
     spec = CurvatureSpec(estimator=estimator, structure=default_structure(shapes, MAX_BASIS), share=share)
     curvature = objective.curvature(point, spec, gradient=False).curvature
     tau = plan.prior_weight * precision_of(plan.prior, curvature.diagonal).diagonal

@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes.uncertainty.likelihoods import Likelihood, name_of
+from hf_bayes.uncertainty.likelihoods import Likelihood
 
 
 def columns_of(likelihood: Likelihood) -> tuple[str, ...]:
     """Return the columns of the data that a likelihood reads beside the labels."""
-    found: tuple[str, ...] = getattr(getattr(likelihood, "config", None), "columns", ())
-    return found
+    return () if likelihood.config is None else likelihood.config.columns
 
 
 def with_columns(likelihood: Likelihood, collate: Callable[..., Any]) -> Callable[..., Any]:
     """Return the collator whose labels carry the columns that a likelihood reads, or ``collate`` without columns."""
     columns = columns_of(likelihood)
-    return LabelColumns(collate, columns, name_of(likelihood)) if columns else collate
+    return LabelColumns(collate, columns, likelihood.name) if columns else collate
 
 
 class LabelColumns:
@@ -29,7 +28,7 @@ class LabelColumns:
     Args:
         collate: rows -> a batch, in which the columns are tensors [B].
         columns: the names of the columns.
-        name: of the likelihood that reads them, for messages.
+        name: the name of the likelihood that reads them, for messages.
     """
 
     def __init__(self, collate: Callable[..., Any], columns: tuple[str, ...], name: str) -> None:

@@ -19,8 +19,8 @@ class TermCount(NamedTuple):
     """The numbers of likelihood terms of a data set.
 
     Attributes:
-        total: the number in all rows.
-        most: the largest number in one row.
+        total: the number of terms in all rows.
+        most: the largest number of terms in one row.
     """
 
     total: int
@@ -86,7 +86,7 @@ def count_terms_of(
     """Count the likelihood terms that a model finds in a data set, and check that it can take the rows.
 
     Args:
-        model: attached; it has the likelihood, the shift of labels, the number of outputs and the check of inputs.
+        model: an attached model, with its likelihood, shift of labels, number of outputs and check of inputs.
         dataset, collate, progress: see ``count_terms``.
         options: further arguments of ``count_terms``, such as ``name``.
     """

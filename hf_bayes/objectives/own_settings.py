@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hf_bayes.chains.own_rate import choose_settings
+from hf_bayes.chains.own_settings import choose_settings, with_stated_warm_start
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import burn_in_steps
-from hf_bayes.methods.registry import with_stated_warm_start
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan, plan_trial
 
-Trial = Callable[[TrialPlan, int], RangeTest]
+TryRates = Callable[[TrialPlan, int], RangeTest]
 """(plan, updates of AdamW in the run) -> the result of a trial."""
 
 
@@ -21,8 +20,8 @@ class Settings(NamedTuple):
 
     Attributes:
         method: the config, with numbers in place of settings that were left open.
-        learning_rate: the peak. None if the method finds a step size of its own during the run; every update then has
-            learning rate 1.
+        learning_rate: the peak of the learning rate. None if the method finds a step size of its own during the run;
+            every update then has learning rate 1.
         found_rate: the learning rate of AdamW that a trial has found, in this call or before the run was resumed; None
             without a trial.
         trial: the result of the trial of this call.
@@ -38,7 +37,7 @@ def settle(
     method: MethodConfig,
     learning_rate: float | None,
     num_steps: int,
-    trial: Trial | None,
+    trial: TryRates | None,
     found: float | None = None,
     *,
     falls: bool = True,
@@ -46,8 +45,8 @@ def settle(
     """Return the settings of a run of ``num_steps`` updates.
 
     Args:
-        method: as the user gave it.
-        learning_rate: as the user gave it; None leaves it to the method.
+        method: the config as the user gave it.
+        learning_rate: the peak as the user gave it; None leaves it to the method.
         trial: a function that tries learning rates of AdamW; None if that is not possible here.
         found: the rate that an earlier trial of the same run has found, for a run that resumes.
         falls: the learning rate of an optimiser falls linearly to 0; False leaves that to the caller.
@@ -73,7 +72,7 @@ def _plan_of(method: MethodConfig, num_steps: int) -> TrialPlan:
     return plan_trial(math.ceil(num_steps * method.requirements.gradients_per_update) * method.num_chains)
 
 
-def _require_trial(trial: Trial | None, method: MethodConfig) -> Trial:
+def _require_trial(trial: TryRates | None, method: MethodConfig) -> TryRates:
     if trial is None:
         whitens = method.requirements.learning_rate == "whitening"
         raise ValueError(

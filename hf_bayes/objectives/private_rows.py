@@ -29,9 +29,9 @@ class PrivateRows:
     """The rows of one process, as one stratum of all data.
 
     Attributes:
-        sizes: n_p, in the order of the processes.
-        rank: p.
-        batch_size, num_batches: b and K, the same everywhere.
+        sizes: n_p, the numbers of rows in the order of the processes.
+        rank: p, the number of this process, from 0.
+        batch_size, num_batches: b and K, the same in all processes.
         disjoint: True if no row comes twice in an update.
     """
 

@@ -84,7 +84,7 @@ class Probe:
         # which classes a process has, and is not sent
         means = torch.zeros(len(found), len(private.sizes), dtype=found.dtype, device=objective.model.device)
         means[:, private.rank] = found.mean(1)
-        return ProbeValues(objective.mesh.sum_over_data(means).cpu(), torch.zeros(len(found), 0))
+        return ProbeValues(objective.passes.mesh.sum_over_data(means).cpu(), torch.zeros(len(found), 0))
 
     def _choose_columns(self, batches: list[dict[str, Any]]) -> Tensor | None:
         """Return the classes [n, k] whose logits are kept for each term; None keeps all.

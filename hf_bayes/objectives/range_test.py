@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from hf_bayes.chains.finite import NotFiniteError
 from hf_bayes.chains.objective import Objective
-from hf_bayes.chains.own_rate import MAX_UPDATES, best_rate, last_third
+from hf_bayes.chains.own_settings import MAX_UPDATES, best_rate, last_third
 from hf_bayes.chains.run import Run, StepRecord
 from hf_bayes.core.config import DEFAULT_ADAMW_RATE
 from hf_bayes.core.types import Problem
@@ -63,7 +63,7 @@ class RangeTest(NamedTuple):
         losses: rate -> mean loss of a likelihood term over the last third of its updates, in nats; NaN for a rate that
             is out of the trial. Empty without a trial.
         usual: the rate of the trial that the others have to beat by ``MARGIN``; NaN without a trial.
-        num_updates: n, updates of the trial; 0 if the run is too short for one.
+        num_updates: n, the number of updates of the trial; 0 if the run is too short for one.
     """
 
     learning_rate: float
@@ -89,9 +89,9 @@ class TrialPlan(NamedTuple):
     """The trial of a run.
 
     Attributes:
-        rates: none if the run is too short for a trial.
-        usual: the one of them that the others have to beat by ``MARGIN``.
-        num_updates: n.
+        rates: the learning rates to try; none if the run is too short for a trial.
+        usual: the rate that the others have to beat by ``MARGIN``.
+        num_updates: n, the number of updates of the trial.
     """
 
     rates: tuple[float, ...]
@@ -134,9 +134,9 @@ def range_test(
         start: [d], where all members begin.
         problem: the run that the rate is for.
         updates: the batches of each update.
-        plan: see ``plan_trial``.
-        num_steps: N, the updates that AdamW makes in the run.
-        prior_weight: see ``MethodConfig.prior_weight``.
+        plan: the rates to try, see ``plan_trial``.
+        num_steps: N, the number of updates that AdamW makes in the run.
+        prior_weight: the factor of the prior's energy, see ``MethodConfig.prior_weight``.
         progress: show a bar.
     Raises:
         FloatingPointError: if at every rate a number is not finite.

@@ -23,9 +23,8 @@ from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.objectives.own_settings import Settings, Trial, settle
+from hf_bayes.objectives.own_settings import Settings, TryRates, settle
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan, range_test
-from hf_bayes.uncertainty.likelihoods import lacks_of
 
 
 class StartedRun(NamedTuple):
@@ -50,10 +49,10 @@ def scale_of(
     """Return the size of data with a length: N is the number of its likelihood terms.
 
     Args:
-        model: attached.
+        model: an attached model.
         rows: the training data.
         collate: rows -> a batch with labels.
-        rows_per_update: rows that each chain sees in an update.
+        rows_per_update: the number of rows that each chain sees in an update.
         progress: show a bar.
     """
     terms, _ = count_terms_of(model, rows, collate, progress=progress)
@@ -83,11 +82,11 @@ def start_run(
     """Return the chains of a method on a model, each with a seeded starting point of its own.
 
     Args:
-        model: attached.
+        model: an attached model.
         method: a config of ``hf_bayes.METHODS``.
         scale: the size of the data and of an update.
-        num_steps: updates of the run.
-        learning_rate: the peak of its schedule; None leaves it to the method, see ``own_settings``.
+        num_steps: the number of updates of the run.
+        learning_rate: the peak of the method's schedule; None leaves it to the method, see ``own_settings``.
         seed: the seed of starting points, noise and dropout masks.
         start: [d] the weights around which chains start; None takes those of the model.
         theta: [M, d] the starting points of the chains of this process; None draws them around ``start``.
@@ -151,8 +150,8 @@ def _problem_of(
         num_data=scale.num_data, prior=prior, learning_rate=1.0, num_steps=num_steps, burn_in=0,
         shapes=model.layout.named_shapes, batch_fraction=batch_fraction,
         update_fraction=update_fraction, most_terms=most_terms,
-        root_columns=model.num_root_columns, noise_std=getattr(model.likelihood, "noise_std", None),
-        lacks=lacks_of(model.likelihood), seed=seed,
+        root_columns=model.num_root_columns, noise_std=model.likelihood.noise_std,
+        lacks=model.likelihood.lacks, seed=seed,
     )  # fmt: skip
 
 
@@ -169,7 +168,7 @@ def _trial(
     prior_weight: float,
     *,
     progress: bool,
-) -> Trial:
+) -> TryRates:
     """Return the function that tries learning rates, one member for each rate, on the same rows."""
 
     def trial(plan: TrialPlan, adamw_steps: int) -> RangeTest:

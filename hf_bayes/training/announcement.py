@@ -99,7 +99,7 @@ def _announce_prior(active: ActiveRun) -> None:
 def _announce_dropout(active: ActiveRun) -> None:
     """Describe the effect of the dropout of the model, which differs between kinds of methods."""
     config = active.method
-    if not active.objective.dropout:
+    if not active.objective.passes.dropout:
         active.host.say("the model has dropout: %s evaluates it without", config.name)
     elif config.requirements.drops_inputs:
         active.host.warn(
@@ -131,13 +131,13 @@ def _dropout_rates(model: BayesianModel) -> str:
 
 def _time_one_micro_batch(active: ActiveRun) -> float:
     """Return the seconds of one forward and backward pass of all chains on the first rows. The results are dropped."""
-    objective, args = active.objective, active.host.args
-    batch = objective.prepare(next(iter(active.rows.start_loader())))
-    objective.model.train()
-    chunks = objective.member_chunks(batch)
+    passes, args = active.objective.passes, active.host.args
+    batch = passes.prepare(next(iter(active.rows.loader())))
+    passes.model.train()
+    chunks = passes.member_chunks(batch)
     with torch.random.fork_rng(devices=[args.device] if args.device.type == "cuda" else []):
         start = _now(args)
-        for _ in objective.passes(active.run.theta, batch, gradient=True, step=0, micro=0, chunks=chunks[:1]):
+        for _ in passes.of_batch(active.run.theta, batch, gradient=True, step=0, micro=0, chunks=chunks[:1]):
             pass
         return (_now(args) - start) * len(chunks)
 

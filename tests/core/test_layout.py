@@ -229,3 +229,8 @@ def test_modules_of_a_class_are_found_once_by_their_first_path() -> None:
     model.append(model[0])
     assert modules_of(model, nn.Linear) == {"0": model[0]}
     assert list(modules_of(model, nn.LayerNorm)) == ["1.0"]
+
+
+def test_a_column_has_the_name_of_the_tensor_that_holds_it() -> None:
+    layout = Layout(("scale", "empty", "weight"), ((), (0, 2), (2, 2)))
+    assert [layout.name_at(column) for column in range(layout.dim)] == ["scale", *["weight"] * 4]

@@ -28,7 +28,7 @@ def test_it_is_the_sum_over_rows_for_chains_with_own_batches() -> None:
     found = objective.full_gradient(theta)
     expected = brute_force(objective, theta, [DATA])[1]
     torch.testing.assert_close(found, 100 / 40 * expected, rtol=1e-4, atol=1e-4)
-    assert not objective.shared
+    assert not objective.passes.shared
 
 
 def test_updates_have_it_as_their_mean() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.drift import DRIFT_SHARE, NUM_PAIRS, NUM_STEPS, measure_drift
 from hf_bayes.objectives.informed_spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests.objectives.classifier import classifier
 from tests.objectives.test_all_rows import by_number
 
@@ -82,3 +86,14 @@ def test_draws_and_short_runs_have_no_drift(objective: ModelObjective, exact: Ga
     assert drift(objective, exact, num_gradients=enough - 1) is None
     assert drift(objective, Draws(exact.sample(8), torch.arange(8))) is None
     assert drift(classifier(), exact) is None  # no rows by number
+
+
+def test_rows_of_weight_one_have_the_drift_of_a_classifier(objective: ModelObjective, exact: Gaussian) -> None:
+    def weighted(numbers: Sequence[int]) -> Any:
+        return ({**batch, "labels": weight_one(batch["labels"])} for batch in by_number(numbers))
+
+    def weight_one(labels: Tensor) -> Tensor:
+        return torch.stack([labels.float(), torch.ones(len(labels))], 1)
+
+    of_weights = classifier(Weighted(), data=DataAccess(weighted, 40))
+    assert drift(of_weights, exact) == pytest.approx(drift(objective, exact), rel=1e-5)

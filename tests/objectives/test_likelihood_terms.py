@@ -6,7 +6,8 @@ import pytest
 from transformers import DataCollatorWithFlattening, default_data_collator
 
 from hf_bayes.objectives.likelihood_terms import count_terms
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal
+from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, Normal
+from hf_bayes.uncertainty.several_labels import Bernoulli
 from tests import runs
 
 

@@ -58,7 +58,8 @@ def test_dropout_masks_are_a_function_of_step_and_micro_batch() -> None:
     assert torch.equal(gradient(1), gradient(1))
     assert not torch.equal(gradient(1), gradient(2))
     theta = model.theta.detach()
-    first, second = (next(objective.passes(theta, one, gradient=True, step=1, micro=micro)).grad for micro in (0, 1))
+    passes = (objective.passes.of_batch(theta, one, gradient=True, step=1, micro=micro) for micro in (0, 1))
+    first, second = (next(some).grad for some in passes)
     assert not torch.equal(first, second)
 
 

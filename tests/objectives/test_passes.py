@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from hf_bayes.objectives.passes import value_and_gradient
+from tests.objectives.classifier import CHAINS, classifier, rows, theta_near
 
 THETA = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 
@@ -35,3 +38,24 @@ def test_without_a_gradient_no_graph_is_made() -> None:
     assert seen == [False]
     assert gradient is None
     torch.testing.assert_close(value, torch.tensor([9.0, 26.0]))
+
+
+def test_chains_with_rows_of_their_own_see_those_rows_only() -> None:
+    objective = classifier(shared=False, members_per_pass=2)
+    passes, batch = objective.passes, rows(0, 4 * CHAINS)
+    chunks = passes.member_chunks(batch)
+    assert chunks == [slice(0, 2), slice(2, 3)]
+    assert passes.num_groups == CHAINS
+    seen = [passes.rows_of(batch, members)["input_ids"] for members in chunks]
+    assert torch.equal(torch.cat(seen), batch["input_ids"])
+    assert [len(ids) for ids in seen] == [8, 4]
+
+
+def test_a_copy_for_shared_rows_leaves_the_original_as_it_was() -> None:
+    objective = classifier(shared=False)
+    theta, batch, whole = theta_near(objective), rows(0, 4 * CHAINS), {"gradient": True, "step": 0, "micro": 0}
+    common = replace(objective.passes, shared=True)
+    assert (common.num_groups, objective.passes.num_groups) == (1, CHAINS)
+    own = torch.cat([one.loss for one in objective.passes.of_batch(theta, batch, **whole)])
+    of_all = torch.cat([one.loss for one in common.of_batch(theta, batch, **whole)])
+    assert bool((of_all > own).all())  # minus the log-likelihood of three times as many rows

@@ -27,8 +27,7 @@ from hf_bayes import (
 from hf_bayes.cli.diagnosis_table import table
 from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.objectives.passes import MemberPass
+from hf_bayes.objectives.passes import MemberPass, MemberPasses
 from hf_bayes.training import diagnosis, evaluation
 from hf_bayes.training.active_run import ActiveRun
 from tests import runs
@@ -153,16 +152,15 @@ def test_parts_of_a_micro_batch_add_up_to_its_gradient(
 ) -> None:
     """Rows of many lengths, an odd number of them, chains in passes of two."""
     seen: list[tuple[int, MemberPass, Any]] = []
-    passes = ModelObjective.passes
+    of_batch = MemberPasses.of_batch
 
-    def watch(self: ModelObjective, theta: Any, batch: Any, **options: Any) -> Iterator[MemberPass]:
-        groups = 1 if self.shared else len(self.chains)
-        for one in passes(self, theta, batch, **options):
+    def watch(self: MemberPasses, theta: Any, batch: Any, **options: Any) -> Iterator[MemberPass]:
+        for one in of_batch(self, theta, batch, **options):
             assert one.grad is not None
-            seen.append((len(batch["input_ids"]) // groups, one._replace(grad=one.grad.clone()), batch))
+            seen.append((len(batch["input_ids"]) // self.num_groups, one._replace(grad=one.grad.clone()), batch))
             yield one
 
-    monkeypatch.setattr(ModelObjective, "passes", watch)
+    monkeypatch.setattr(MemberPasses, "of_batch", watch)
     model = tiny_llama() if subspace == "last_block" else with_lora(tiny_llama(), lora_dropout=dropout)
     changes: dict[str, Any] = {
         "subspace": subspace, "minibatch": minibatch, "train": token_rows([8, 5, 7, 8, 3, 8, 6]), "members_per_pass": 2,
@@ -177,13 +175,12 @@ def test_parts_of_a_micro_batch_add_up_to_its_gradient(
     if dropout:
         return
     wholes = [(one, batch) for rows, one, batch in update if rows == 5]
-    objective = trainer.active.objective
-    groups = 1 if objective.shared else 3
-    chosen = (torch.arange(5).repeat(groups) >= 1).nonzero()[:, 0]
+    passes = trainer.active.objective.passes
+    chosen = (torch.arange(5).repeat(passes.num_groups) >= 1).nonzero()[:, 0]
     second = trainer.bayesian.take_rows(wholes[0][1], chosen)
     theta, chunks = runs.origin(trainer), [one.members for one in firsts]
     trainer.bayesian.train()
-    rests = passes(objective, theta, second, gradient=True, step=0, micro=1, chunks=chunks)
+    rests = of_batch(passes, theta, second, gradient=True, step=0, micro=1, chunks=chunks)
     for (whole, _), first, rest in zip(wholes, firsts, rests, strict=True):
         assert whole.grad is not None
         assert float(rest.grad.norm()) > 0.1 * float(whole.grad.norm()) > 0

@@ -34,12 +34,12 @@ class At(TrainerCallback):
 
 def _spoil_loss(trainer: Any, value: float, chain: int | None, *, micro: int = 0, gradient: str | None = None) -> None:
     """Make the likelihood of a chain (or of all) ``value`` from now on, or one tensor of its gradient."""
-    objective, layout = trainer.active.objective, trainer.bayesian.layout
-    passes, begun = objective.passes, [0]  # micro-batches
+    passes, layout, begun = trainer.active.objective.passes, trainer.bayesian.layout, [0]  # micro-batches
+    of_batch = passes.of_batch
 
     def spoiled(*args: Any, **kwargs: Any) -> Iterator[MemberPass]:
         begun[0] += 1
-        for members, loss, grad, anchor_grad in passes(*args, **kwargs):
+        for members, loss, grad, anchor_grad in of_batch(*args, **kwargs):
             for row in range(members.start, members.stop):
                 if begun[0] > micro and chain in (None, row):
                     if gradient is None:
@@ -48,7 +48,7 @@ def _spoil_loss(trainer: Any, value: float, chain: int | None, *, micro: int = 0
                         layout.unflatten(grad[row - members.start])[gradient].view(-1)[1] = value
             yield MemberPass(members, loss, grad, anchor_grad)
 
-    objective.passes = spoiled
+    object.__setattr__(passes, "of_batch", spoiled)  # the passes are frozen
 
 
 def _spoil_state(trainer: Any, field: str, chain: int, value: float) -> None:
