@@ -112,7 +112,8 @@ if TYPE_CHECKING:
     from hf_bayes.uncertainty.custom.weighted import Weighted
     from hf_bayes.uncertainty.decomposition import decompose, mixture
     from hf_bayes.uncertainty.gaussian_links import LINKS
-    from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Normal
+    from hf_bayes.uncertainty.likelihoods import Categorical, Normal
+    from hf_bayes.uncertainty.several_labels import Bernoulli
 
 _MODULES = {
     "AGPSConfig": "methods.sgmcmc.agps",
@@ -127,7 +128,7 @@ _MODULES = {
     "BayesianTrainer": "training.trainer",
     "BayesianTrainerMixin": "training.trainer",
     "BayesianTrainingArguments": "training.arguments",
-    "Bernoulli": "uncertainty.likelihoods",
+    "Bernoulli": "uncertainty.several_labels",
     "BradleyTerry": "uncertainty.custom.bradley_terry",
     "Categorical": "uncertainty.likelihoods",
     "ClassLogProbs": "uncertainty.custom.base",

@@ -18,8 +18,7 @@ from hf_bayes.models.loading.posterior import read
 from hf_bayes.models.predictors import Predictive, num_averaged
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.uncertainty.custom.weighted import without_weights
-from hf_bayes.uncertainty.likelihoods import Likelihood, name_of, widened
+from hf_bayes.uncertainty.likelihoods import Likelihood, widened
 
 
 def fit_abstention(
@@ -62,9 +61,9 @@ def fit_abstention(
         )
     kind = MODELS[loaded.config.task]
     with kind.from_pretrained(loaded, base_model=base_model, prediction=prediction, members=members) as model:
-        if not without_weights(model.likelihood).predicts_classes:
+        if not model.likelihood.predicts_classes:
             raise ValueError(
-                f"fit_abstention needs one class for each input, got a {name_of(model.likelihood)} likelihood: "
+                f"fit_abstention needs one class for each input, got a {model.likelihood.name} likelihood: "
                 "give fit_threshold uncertainties and losses of your own"
             )
         found = [

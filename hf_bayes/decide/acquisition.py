@@ -22,9 +22,9 @@ from transformers import default_data_collator
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.core.rng import device_of
 from hf_bayes.fit.finished_models import batches_by_number, check_rows
+from hf_bayes.members.inputs import without_labels
 from hf_bayes.models.classification import BayesianClassifier
 from hf_bayes.objectives.label_columns import columns_of
-from hf_bayes.uncertainty.custom.weighted import without_weights
 from hf_bayes.uncertainty.decomposition import decompose
 
 Rule = Literal["bald", "batchbald", "entropy", "random"]
@@ -65,15 +65,14 @@ def acquire(
     _check(len(pool), k, by)
     if by == "random":
         return select_rows(torch.zeros(1, len(pool), 1), k, by=by, generator=generator)
-    if not isinstance(model, BayesianClassifier) or not without_weights(model.likelihood).predicts_classes:
+    if not isinstance(model, BayesianClassifier) or not model.likelihood.predicts_classes:
         raise ValueError(f"acquire needs a Bayesian classifier with one class for each input, got {model!r:.100}")
     _require_members(model.num_members, by)
     found, collate = [], collate or default_data_collator
-    no_inputs = {"labels", "label", *columns_of(model.likelihood)}
+    columns = columns_of(model.likelihood)
     with torch.no_grad():
         for batch in batches_by_number(pool, range(len(pool)), model=model, collate=collate, batch_size=batch_size):
-            inputs = {name: value for name, value in batch.items() if name not in no_inputs}
-            found.append(model.member_logits(inputs).cpu())
+            found.append(model.member_logits(without_labels(batch, columns)).cpu())
     return select_rows(torch.cat(found, 1), k, by=by, generator=generator)
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.models.classification import BayesianClassifier
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
-from hf_bayes.uncertainty.likelihoods import name_of
 
 CHOICES = ("mean", "lower")
 
@@ -70,7 +69,7 @@ class RewardModel:
     ) -> None:
         if not isinstance(model.likelihood, Preferences):
             raise ValueError(
-                f"RewardModel needs a model with the likelihood of preferences, got {name_of(model.likelihood)}: train "
+                f"RewardModel needs a model with the likelihood of preferences, got {model.likelihood.name}: train "
                 "one with likelihood=BradleyTerry() (docs/rewards.md)"
             )
         if not is_finite_number(bound) or bound < 0:

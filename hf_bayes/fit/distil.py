@@ -9,31 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import default_data_collator
 
-from hf_bayes.core.number_checks import is_count
-from hf_bayes.core.tensors import with_tensors
 from hf_bayes.fit.distil_report import predictions_of, report_of
 from hf_bayes.fit.distil_targets import MAX_TERMS, InputReader, Reader, Targets, TokenReader, collect
 from hf_bayes.fit.distil_training import kl, train
+from hf_bayes.fit.finished_models import batches_by_number, check_rows, require_rows
+from hf_bayes.members.inputs import without_labels
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading.posterior import read
 from hf_bayes.models.loading.student_network import network_of
 from hf_bayes.models.predictors import num_averaged
-from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import without_fits
 from hf_bayes.posteriors.student import DISTILLED, NETWORKS
 from hf_bayes.posteriors.tasks import TASKS, Task
-from hf_bayes.uncertainty.likelihoods import name_of
 from hf_bayes.uncertainty.student_head import StudentHead
 
 HELDOUT_SHARE = 0.1
@@ -72,9 +68,9 @@ def distil(
         ValueError: for too few rows, predictions without classes (regressions, several labels), or a posterior whose
             members agree everywhere.
     """
-    _check(rows, batch_size)
-    if other is not None and not len(other):
-        raise ValueError("other must hold rows of another kind, got none: leave it out, or give some")
+    check_rows("distil", "rows", rows, batch_size)
+    if other is not None:
+        require_rows("distil", "other", other)
     loaded = without_fits(read(posterior), (DISTILLED,))
     _check_size(len(rows), TASKS[loaded.config.task])
     plain = dataclasses.replace(loaded, student=None, config=dataclasses.replace(loaded.config, student={}))
@@ -85,30 +81,41 @@ def distil(
         ) as model,
         torch.no_grad(),
     ):
-        if getattr(model.likelihood, "config", None) is not None:
+        if model.likelihood.config is not None:
             raise ValueError(
-                f"a student learns the classes of a head, and the likelihood here is {name_of(model.likelihood)}: "
+                f"a student learns the classes of a head, and the likelihood here is {model.likelihood.name}: "
                 "predict by the members"
             )
         if device is not None:
             model.to(torch.device(device))  # type: ignore[arg-type]
-        batches = _Batches(collate or default_data_collator, batch_size, model.device, progress)
-        _check_tokens(batches.of(rows, "", quiet=True), TASKS[loaded.config.task])
-        description, tensors = _distil(model, plain, rows, other, batches)
+
+        def batches(some: Any, title: str | None = None) -> Iterator[dict[str, Any]]:
+            return batches_by_number(
+                some, range(len(some)), model=model, collate=collate or default_data_collator, batch_size=batch_size,
+                progress=title if progress else None,
+            )  # fmt: skip
+
+        _check_tokens(batches(rows), TASKS[loaded.config.task])
+        description, tensors = _distil(model, plain, rows, other, batches, progress=progress)
     config = dataclasses.replace(loaded.config, student=description)
     return dataclasses.replace(loaded, config=config, student=tensors)
 
 
 def _distil(
-    model: BayesianModel, posterior: Posterior, rows: Any, other: Any, batches: _Batches
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the description and the tensors of a student."""
+    model: BayesianModel, posterior: Posterior, rows: Any, other: Any, batches: Callable[..., Iterable[Any]], *,
+    progress: bool,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
+    """Return the description and the tensors of a student.
+
+    Args:
+        batches: (rows, title of a progress bar) -> their batches; without a title no bar is shown.
+    """
     networks = [network_of(posterior, name).to(model.theta) for name in NETWORKS]
     names: Sequence[str] = NETWORKS
     if torch.equal(*networks):
         networks, names = networks[:1], names[:1]
     reader = _reader(model, rows, batches, networks[0])
-    found = collect(reader, batches.of(rows, "teacher"), networks)
+    found = collect(reader, batches(rows, "teacher"), networks)
     _check_disagreement(found[0])
     is_heldout = _heldout(len(rows))[found[0].row]
     untrained = [
@@ -121,10 +128,10 @@ def _distil(
     width = min(MAX_WIDTH, targets.hidden.shape[-1])
     with model.members.bind(network):
         with torch.enable_grad():
-            head = train(targets.at(~is_heldout), heldout, reader.logits, width=width, progress=batches.progress)
+            head = train(targets.at(~is_heldout), heldout, reader.logits, width=width, progress=progress)
         elsewhere = None
         if other is not None:
-            (elsewhere,) = collect(reader, batches.of(other, "other rows"), [network])
+            (elsewhere,) = collect(reader, batches(other, "other rows"), [network])
             elsewhere = elsewhere.to(model.device)
         report = report_of(heldout, head, reader.logits, elsewhere) | {"network_kl": untrained[chosen]}
     description = {
@@ -141,11 +148,10 @@ def _distil(
     return description, {name: value.cpu().contiguous() for name, value in head.state_dict().items()}
 
 
-def _reader(model: BayesianModel, rows: Any, batches: _Batches, network: Tensor) -> Reader:
+def _reader(model: BayesianModel, rows: Any, batches: Callable[..., Iterable[Any]], network: Tensor) -> Reader:
     if model.term_kind == "token":
         return TokenReader(model, per_row=max(1, MAX_TERMS // len(rows)))
-    first = next(iter(batches.of(rows, "", quiet=True)))
-    return InputReader(model, {name: value for name, value in first.items() if name != "labels"}, network)
+    return InputReader(model, without_labels(next(iter(batches(rows)))), network)
 
 
 def _network_kl(model: BayesianModel, reader: Reader, network: Tensor, targets: Targets) -> float:
@@ -156,31 +162,10 @@ def _network_kl(model: BayesianModel, reader: Reader, network: Tensor, targets: 
         return float(kl(targets, predictions_of(untrained, targets, reader.logits)).mean())
 
 
-class _Batches:
-    """Makes batches of rows on the device of a model."""
-
-    def __init__(self, collate: Callable[..., Any], batch_size: int, device: Any, progress: bool) -> None:
-        self.collate, self.batch_size, self.device, self.progress = collate, batch_size, device, progress
-
-    def of(self, rows: Any, what: str, quiet: bool = False) -> Iterable[dict[str, Any]]:
-        """Yield the batches of rows, with a progress bar."""
-        collate = in_words(self.collate, "the data")
-        loader: DataLoader[Any] = DataLoader(rows, batch_size=self.batch_size, collate_fn=collate)
-        for batch in tqdm(loader, desc=what, disable=quiet or not self.progress, leave=False):
-            yield with_tensors(batch, lambda tensor: tensor.to(self.device))
-
-
 def _heldout(num_rows: int) -> Tensor:
     """Return [num_rows] bool: True for the rows that are held out, a random tenth."""
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
     return order < max(1, round(HELDOUT_SHARE * num_rows))
-
-
-def _check(rows: Any, batch_size: Any) -> None:
-    if not is_count(batch_size):
-        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise ValueError(f"rows must be a list or a data set with a length, got {type(rows).__name__}")
 
 
 def _check_size(num_rows: int, task: Task) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.tensors import tensors_in
+from hf_bayes.members.inputs import without_labels
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.prediction.output_layer import OutputLayer, find_output_layer
 from hf_bayes.models.predictors import Predictive
@@ -142,13 +143,12 @@ class TokenReader:
         return (order <= last).flatten().nonzero()[:, 0]
 
 
-def collect(
-    reader: Reader, batches: Iterable[dict[str, Any]], networks: Sequence[Tensor], first_row: int = 0
-) -> list[Targets]:
+def collect(reader: Reader, batches: Iterable[dict[str, Any]], networks: Sequence[Tensor]) -> list[Targets]:
     """Return all terms of batches, once with the hidden states of each network."""
     found: list[list[Targets]] = [[] for _ in networks]
+    first_row = 0
     for batch in batches:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = without_labels(batch)
         terms = reader.read(inputs, networks)
         for pieces, piece in zip(found, terms, strict=True):
             pieces.append(piece._replace(row=piece.row + first_row).to("cpu"))

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from transformers import default_data_collator
 
+from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.models.attaching import MODELS, attach
+from hf_bayes.methods.registry import METHODS
+from hf_bayes.models.attaching import MODELS, attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.refusals import refuse_other_likelihood
 from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
 from hf_bayes.objectives.label_columns import with_columns
@@ -22,6 +26,7 @@ from hf_bayes.objectives.likelihood_terms import labels_of
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.weighted import without_weights
 
 NUM_CHECKED = 8
 """The rows on which a likelihood is checked."""
@@ -35,8 +40,8 @@ def as_bayesian(
     """Yield the Bayesian model to fit. A model of transformers or peft is attached, and detached afterwards.
 
     Args:
-        likelihood: of a plain model. A BayesianModel and a saved posterior have one, which must be the same; given with
-            a posterior, its class need not be registered.
+        likelihood: the likelihood of a plain model. A BayesianModel and a saved posterior have one, which must be the
+            same; given with a posterior, its class need not be registered.
         load: loads the model at a place, by default the posterior there, with the given likelihood as its
             ``likelihood=``.
     Raises:
@@ -48,7 +53,7 @@ def as_bayesian(
         if noise_std is not None:
             raise ValueError(
                 f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their "
-                f"own ({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
+                f"own ({without_weights(model.likelihood).noise_std}). Leave it out"
             )
         refuse_other_likelihood(likelihood, model)
         yield model
@@ -60,11 +65,47 @@ def as_bayesian(
         bayesian.detach()
 
 
+@contextmanager
+def model_to_fit(
+    model: Any, subspace: str, noise_std: float | None, likelihood: LikelihoodConfig | None = None, *,
+    load: Callable[..., BayesianModel] | None = None,
+) -> Iterator[tuple[BayesianModel, str]]:  # fmt: skip
+    """Yield the Bayesian model of ``as_bayesian`` and the name of its subspace, for a fit that returns a posterior.
+
+    Raises:
+        ValueError: as ``as_bayesian``, and for a model with a frozen adapter, which would not be saved.
+    """
+    with as_bayesian(model, subspace, noise_std, likelihood, load=load) as bayesian:
+        refuse_frozen_adapter(bayesian)
+        warn_of_frozen_head(bayesian.core, bayesian.layout)
+        yield bayesian, subspace if bayesian.posterior is None else bayesian.posterior.config.subspace
+
+
 def load_posterior(directory: str | os.PathLike[str], *, likelihood: LikelihoodConfig | None = None) -> BayesianModel:
     """Load the posterior in a directory or repository, to predict by its members."""
     # another task is refused where the file is read
     task = Posterior.from_pretrained(directory).config.task
     return MODELS[task].from_pretrained(directory, prediction="members", likelihood=likelihood)
+
+
+def config_for(name: str, given: MethodConfig | None, **settings: Any) -> Any:
+    """Return the config of a fit: the one that the user gave, or else one with these settings.
+
+    Args:
+        name: the name of the method of which the fit makes a posterior.
+        given: the user's config; None for the default.
+        settings: the fields of the default config.
+    Raises:
+        ValueError: for a config of another method.
+    """
+    kind = METHODS[name]
+    if given is None:
+        return kind(**settings)
+    if not isinstance(given, kind):
+        raise ValueError(
+            f"method must be of the class {kind.__name__}, got {type(given).__name__}: other methods need a trainer"
+        )
+    return given
 
 
 def require_rows(function: str, name: str, data: Any) -> None:
@@ -106,13 +147,12 @@ def check_sizes(batch_size: Any, num_data: Any, data_unit: Any) -> None:
 
 def check_likelihood(model: BayesianModel, data: Any, collate: Callable[..., Any]) -> None:
     """Check, on the first rows, that a user's likelihood is a finite sum over likelihood terms."""
-    check = getattr(model.likelihood, "check", None)
-    if check is None:
+    if not model.likelihood.has_check:
         return
     rows = range(min(NUM_CHECKED, len(data)))
     with torch.no_grad():
         for batch in batches_by_number(data, rows, model=model, collate=collate, batch_size=NUM_CHECKED):
-            model.each_term(batch, check)
+            model.each_term(batch, model.likelihood.check)
 
 
 def labelled_batches(
@@ -133,9 +173,15 @@ def labelled_batches(
 
 
 def batches_by_number(
-    data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable[..., Any], batch_size: int
-) -> Iterator[dict[str, Any]]:
-    """Yield these rows, in this order, in batches on the device of the model."""
+    data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable[..., Any], batch_size: int,
+    progress: str | None = None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield these rows, in this order, in batches on the device of the model.
+
+    Args:
+        progress: the title of a progress bar; None shows none.
+    """
     collate = in_words(collate, "the data")
-    for batch in DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate):
+    loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
+    for batch in tqdm(loader, desc=progress, disable=progress is None, leave=False):
         yield with_tensors(batch, lambda tensor: tensor.to(model.device))

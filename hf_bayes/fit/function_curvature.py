@@ -73,11 +73,11 @@ def curvature_of_function(
         outputs: (parameters, inputs) -> outputs [B, ..., C], such as logits; ``outputs_of`` makes one of a module.
         theta: {name: tensor}, the point.
         data: batches (inputs, labels).
-        likelihood: of ``hf_bayes.uncertainty.likelihoods``; None is Categorical().
+        likelihood: the likelihood of the labels, such as ``Normal(noise_std)``; None is ``Categorical()``.
         estimator: "ggn", which is the Fisher matrix of these likelihoods; "ef_sequence" and "ef_token", the empirical
             Fisher of rows and of terms (equal if a row has one label); or "hessian".
         num_samples: number of label draws ("ggn") or random signs ("ef_token") per row; None is exact.
-        seed: of these draws, which are the same in every product.
+        seed: the seed of these draws, which are the same in every product.
     Raises:
         ValueError: for an unknown estimator, or parameters that are no named tensors.
     """

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -21,16 +20,20 @@ from hf_bayes.core.types import Problem
 from hf_bayes.diagnostics.informed_spread import InformedSpread
 from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.distributions.priors import build_prior
-from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_likelihood, check_sizes, require_rows
+from hf_bayes.fit.finished_models import (
+    batches_by_number,
+    check_likelihood,
+    check_sizes,
+    config_for,
+    model_to_fit,
+    require_rows,
+)
 from hf_bayes.members.mesh import ChainMesh
-from hf_bayes.methods.registry import METHODS
 from hf_bayes.metrics.calibration import MIN_TERMS, require_enough
-from hf_bayes.models.attaching import refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.calibrating import calibration_by_number, predicting_as_loaded, reason_without_temperature
 from hf_bayes.models.classification import problem_of
 from hf_bayes.models.inherited_prior import Inherited, inherit
-from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.preferences import REFERENCE, BayesianModelForPreferences
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
@@ -44,7 +47,7 @@ from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
-from hf_bayes.uncertainty.likelihoods import Normal, lacks_of
+from hf_bayes.uncertainty.likelihoods import Normal
 
 
 @torch.inference_mode(False)  # a tensor of that mode cannot be differentiated
@@ -81,55 +84,76 @@ def fit_laplace(
         batch_size: rows of a forward; the result does not depend on it.
         num_data: N, if it is not the number of likelihood terms in the data.
         data_unit: "token", or "sequence": N counts rows.
-        subspace: see ``hf_bayes.core.layout.select``; of a BayesianModel it is known.
+        subspace: the name of the parameters that are random, see ``hf_bayes.core.layout.select``; a BayesianModel has
+            its own.
         prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.models.inherited_prior``).
-        noise_std: of a regression head; with ``fit_noise`` in the method None is 1, and it is learnt.
-        likelihood: of the labels, such as ``Poisson()`` (docs/likelihoods.md); None is that of the head or posterior.
+        noise_std: the standard deviation of a regression's noise, in units of the labels; other heads refuse it. With
+            ``fit_noise`` in the method it is the start of the fit, and None is 1.
+        likelihood: the likelihood of the labels, such as ``Poisson()`` (docs/likelihoods.md); None takes the one that
+            belongs to the head's configuration. A BayesianModel and a posterior have their own.
         tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a given posterior.
         heldout: rows like ``data`` that were not used in training, with at least 50 labels. They fit a temperature of
             the mixture, as in ``fit_calibration``. With ``LaplaceConfig(fit_prior="heldout")`` they also fit the prior
             precision. Then fewer labels, or labels that are numbers, are allowed, and give no temperature.
-        seed: of labels drawn for the GGN, of draws that judge a prior.
+        seed: the seed of the labels that are drawn for the GGN, and of the draws that judge a prior.
     Raises:
         ValueError: before the pass, for a model, data or method that it cannot be made of, and for held-out rows that
             cannot fit what they are given for; after it, if H + tau is not positive definite.
     """
-    config = _checked_config(method)
+    config = config_for("laplace", method)
     require_seed(seed)
     _require_heldout(config, heldout)
     _check_data(data, heldout, config, batch_size, num_data, data_unit)
-    with _as_bayesian(model, config, subspace, noise_std, likelihood) as bayesian:
-        refuse_frozen_adapter(bayesian)
-        warn_of_frozen_head(bayesian.core, bayesian.layout)
+    noise_std = _starting_noise(model, config, noise_std, likelihood)
+    with model_to_fit(model, subspace, noise_std, likelihood) as (bayesian, subspace):
         inherited = None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit)
         if inherited is not None:
             inherited.check_tokenizer(tokenizer)
-        if bayesian.posterior is not None:
-            subspace = bayesian.posterior.config.subspace
         collate = with_columns(bayesian.likelihood, collate or default_data_collator)
-        return _fit(
-            bayesian, data, config, collate, batch_size, num_data, data_unit, subspace,
-            tokenizer, heldout, seed, inherited,
-        )  # fmt: skip
+        given = _Data(data, heldout, collate, batch_size, num_data, data_unit)
+        return _fit(bayesian, given, config, inherited, subspace=subspace, tokenizer=tokenizer, seed=seed)
 
 
-def _checked_config(method: MethodConfig | None) -> Any:
-    config: Any = METHODS["laplace"]() if method is None else method
-    if getattr(config, "name", None) != "laplace":
-        raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
-    return config
+class _Data(NamedTuple):
+    """The rows of a fit, and the number N of their likelihood terms.
+
+    Attributes:
+        rows: the rows that the weights were trained on.
+        heldout: other rows, or None.
+        collate: rows -> a batch whose labels carry the columns that the likelihood reads.
+        batch_size: the number of rows in a forward pass.
+        num_data: N, if it is not the number of likelihood terms in the rows.
+        data_unit: the unit of N, "token" or "sequence".
+    """
+
+    rows: Any
+    heldout: Any
+    collate: Callable[..., Any]
+    batch_size: int
+    num_data: float | None
+    data_unit: str
+
+    def total(self, terms: int) -> float:
+        """Return N, given the number of likelihood terms in the rows."""
+        return float(self.num_data or (len(self.rows) if self.data_unit == "sequence" else terms))
+
+    def access(self, model: BayesianModel) -> DataAccess:
+        """Return the rows and the held-out rows by number, in batches on the device of the model."""
+        batches = functools.partial(batches_by_number, model=model, collate=self.collate, batch_size=self.batch_size)
+        found = DataAccess(functools.partial(batches, self.rows), len(self.rows))
+        if self.heldout is None:
+            return found
+        return found._replace(heldout=functools.partial(batches, self.heldout), num_heldout=len(self.heldout))
 
 
-@contextmanager
-def _as_bayesian(
-    model: Any, config: Any, subspace: str, noise_std: float | None, likelihood: LikelihoodConfig | None
-) -> Iterator[BayesianModel]:
-    """Yield the Bayesian model to fit, see ``as_bayesian``. A noise that will be fitted begins at 1."""
+def _starting_noise(
+    model: Any, config: Any, noise_std: float | None, likelihood: LikelihoodConfig | None
+) -> float | None:
+    """Return the noise of a plain model: a noise that will be fitted begins at 1."""
     plain = likelihood is None and not (is_place(model) or isinstance(model, BayesianModel))
     if noise_std is None and config.fit_noise and plain and problem_of(model.config) == "regression":
-        noise_std = 1.0
-    with as_bayesian(model, subspace, noise_std, likelihood) as bayesian:
-        yield bayesian
+        return 1.0
+    return noise_std
 
 
 def _check_data(data: Any, heldout: Any, config: Any, batch_size: Any, num_data: Any, data_unit: Any) -> None:
@@ -143,28 +167,31 @@ def _check_data(data: Any, heldout: Any, config: Any, batch_size: Any, num_data:
 
 
 def _fit(
-    model: BayesianModel, data: Any, config: Any, collate: Callable[..., Any], batch_size: int, num_data: float | None,
-    data_unit: str, subspace: str, tokenizer: Any, heldout: Any, seed: int, inherited: Inherited | None,
+    model: BayesianModel, data: _Data, config: Any, inherited: Inherited | None, *, subspace: str, tokenizer: Any,
+    seed: int,
 ) -> Posterior:  # fmt: skip
-    _require_reference(model, data, collate)
-    count = functools.partial(count_terms_of, model, collate=collate)
+    """Return the posterior around the model's weights, with its verdict and, if held-out rows allow, a temperature.
+
+    Args:
+        inherited: the posterior that is the prior, or None.
+        subspace: the name of the model's subspace, which is stored.
+    """
+    _require_reference(model, data.rows, data.collate)
+    count = functools.partial(count_terms_of, model, collate=data.collate)
     config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
-    config.spec.check_likelihood(lacks_of(model.likelihood))
-    terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
+    config.spec.check_likelihood(model.likelihood.lacks)
+    terms, most = count(data.rows, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
-    check_likelihood(model, data, collate)
+    check_likelihood(model, data.rows, data.collate)
     tempers = False
-    if heldout is not None:
-        num_terms, _ = count(heldout, name="heldout", both_halves=config.requirements.heldout == "split")
+    if data.heldout is not None:
+        num_terms, _ = count(data.heldout, name="heldout", both_halves=config.requirements.heldout == "split")
         tempers = _takes_temperature(model, config, num_terms)
-    total = float(num_data or (len(data) if data_unit == "sequence" else terms))
+    total, num_rows = data.total(terms), len(data.rows)
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, most, inherited, seed)
-    batches_of = functools.partial(batches_by_number, model=model, collate=collate, batch_size=batch_size)
-    data_access = DataAccess(functools.partial(batches_of, data), len(data))
-    if heldout is not None:
-        data_access = data_access._replace(heldout=functools.partial(batches_of, heldout), num_heldout=len(heldout))
-    scale = DataScale(total, len(data), terms, rows_per_update=len(data))
+    data_access = data.access(model)
+    scale = DataScale(total, num_rows, terms, rows_per_update=num_rows)
     mesh = ChainMesh(1, torch.device(model.device))
     objective = ModelObjective(model, scale, mesh=mesh, seed=seed, data=data_access)
     likelihood = model.likelihood
@@ -173,11 +200,13 @@ def _fit(
         found = run.finish()
         if found.noise_std is not None:
             model.likelihood = Normal(found.noise_std)
-        plan = SpreadPlan(found.approximation, problem.prior, problem.shapes, config.prior_weight, True, _cost(data))
+        plan = SpreadPlan(
+            found.approximation, problem.prior, problem.shapes, config.prior_weight, True, _cost(num_rows)
+        )
         fitted = config.fit_prior is not None or found.noise_std is not None
         spread = None if fitted else measure_spread(objective, plan, seed=seed)
         posterior = to_posterior(
-            model, found.approximation, config, subspace=subspace, num_data=total, data_unit=data_unit,
+            model, found.approximation, config, subspace=subspace, num_data=total, data_unit=data.data_unit,
             tokenizer=tokenizer, seed=seed, diagnostics={**_judged(spread, theta, config), **found.report},
             prior=None if inherited is None else inherited.record,
         )  # fmt: skip
@@ -199,9 +228,9 @@ def _require_reference(model: BayesianModel, data: Any, collate: Callable[..., A
         )
 
 
-def _cost(data: Any) -> float:
+def _cost(num_rows: int) -> float:
     """Return the gradients of a run that may spend one pass, or its least number of rows, on measuring the spread."""
-    return max(len(data), LEAST_ROWS * (1 + NUM_DRAWS["gaussian"])) / SPREAD_SHARE
+    return max(num_rows, LEAST_ROWS * (1 + NUM_DRAWS["gaussian"])) / SPREAD_SHARE
 
 
 def _judged(spread: InformedSpread | None, theta: Tensor, config: MethodConfig) -> dict[str, Any]:
@@ -270,6 +299,6 @@ def _problem(
     prior = build_prior(config, model.layout, theta[0], model.model, gaussian)
     return Problem(
         num_data, prior, 1.0, 1, 0, model.layout.named_shapes, most_terms=most_terms,
-        root_columns=model.num_root_columns, noise_std=getattr(model.likelihood, "noise_std", None),
-        lacks=lacks_of(model.likelihood), seed=seed,
+        root_columns=model.num_root_columns, noise_std=model.likelihood.noise_std,
+        lacks=model.likelihood.lacks, seed=seed,
     )  # fmt: skip

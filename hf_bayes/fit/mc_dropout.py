@@ -10,12 +10,13 @@ from transformers import PreTrainedModel
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import require_seed, seed_of
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.methods.registry import from_dict
-from hf_bayes.models.attaching import attach, refuse_frozen_adapter
+from hf_bayes.fit.finished_models import config_for, model_to_fit
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading.base_model import config_of_adapter
-from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.to_posterior import to_posterior
+from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 
 def fit_mc_dropout(
@@ -26,6 +27,7 @@ def fit_mc_dropout(
     num_data: float | None = None,
     data_unit: str = "token",
     noise_std: float | None = None,
+    likelihood: LikelihoodConfig | None = None,
     tokenizer: Any = None,
     seed: int = 0,
 ) -> Posterior:
@@ -36,10 +38,12 @@ def fit_mc_dropout(
     Args:
         model: a model with a finished peft adapter, or any model whose weights ``method.targets`` names.
         method: an ``MCDropoutConfig``; None takes the ``lora_dropout`` that the adapter was trained with.
-        subspace: see ``hf_bayes.core.layout.select``.
+        subspace: the name of the parameters that are random, see ``hf_bayes.core.layout.select``.
         num_data: N of the data that it was trained on, to be stored; None if it is not known.
         data_unit: the unit of N, "token" or "sequence".
         noise_std: the standard deviation of a regression's noise, in units of the labels; other heads refuse it.
+        likelihood: the likelihood of the labels, such as ``Poisson()`` (docs/likelihoods.md); None takes the one that
+            belongs to the head's configuration.
         tokenizer: saved with the posterior, which stores its fingerprint.
         seed: the seed of the masks.
     Returns:
@@ -47,15 +51,15 @@ def fit_mc_dropout(
     Raises:
         ValueError: for an adapter trained without dropout and no ``method``, or weights that have no inputs to drop.
     """
-    config: Any = method or from_dict({"name": "mc_dropout", "dropout": _trained_with(model)})
-    if getattr(config, "name", None) != "mc_dropout":
+    if isinstance(model, BayesianModel) or is_place(model):
         raise ValueError(
-            f"method must be an MCDropoutConfig, got {type(config).__name__}: other methods need a trainer"
+            f"fit_mc_dropout takes a model of transformers or peft, got {type(model).__name__}: its dropout is that of "
+            "training, which a posterior does not have. Load the adapter with peft"
         )
+    default = {"dropout": _trained_with(model)} if method is None else {}
+    config = config_for("mc_dropout", method, **default)
     require_seed(seed)
-    with attach(model, subspace=subspace, noise_std=noise_std) as bayesian:
-        refuse_frozen_adapter(bayesian)
-        warn_of_frozen_head(bayesian.core, bayesian.layout)
+    with model_to_fit(model, subspace, noise_std, likelihood) as (bayesian, subspace):
         layout, theta = bayesian.layout, bayesian.current.detach().cpu()
         masks = config.masks(layout.named_shapes)
         verdict = f"dropout of {config.dropout:g} around given weights: not assessed"

@@ -55,10 +55,11 @@ def curvature_of_model(
         num_samples: number of label draws ("ggn") or random signs ("ef_token") per row; None is exact.
         collate: rows -> a batch of tensors with ``labels``.
         batch_size: rows of a forward. Gradients of so many rows [B, d] are held.
-        subspace: see ``hf_bayes.core.layout.select``; of a BayesianModel it is known.
-        noise_std: of a regression head.
+        subspace: the name of the parameters that are random, see ``hf_bayes.core.layout.select``; a BayesianModel has
+            its own.
+        noise_std: the standard deviation of a regression's noise, in units of the labels; other heads refuse it.
         likelihood: the likelihood of the labels (docs/likelihoods.md); None takes the head's own.
-        seed: of the draws, which are the same in every product.
+        seed: the seed of the draws, which are the same in every product.
     Raises:
         ValueError: for an unknown estimator, or for data without a number of rows.
     """

@@ -20,9 +20,9 @@ from hf_bayes.core.tensors import tensors_in
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.fit.finished_models import batches_by_number, check_rows
+from hf_bayes.members.inputs import without_labels
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.uncertainty.likelihoods import name_of
 
 NUM_BARS = 20
 """Classes in the plot, at most."""
@@ -87,7 +87,7 @@ def prior_predictive(
         num_draws: S, the number of draws from the prior.
         collate: rows -> a batch of tensors; None is transformers' default collator.
         batch_size: rows of a forward pass; the result does not depend on it.
-        subspace: see ``hf_bayes.core.layout.select``.
+        subspace: the name of the parameters that are random, see ``hf_bayes.core.layout.select``.
         seed: the seed of the draws.
     Returns:
         Class probabilities, averaged over all inputs (for a language model over all positions but padding): [S, C]
@@ -102,7 +102,7 @@ def prior_predictive(
     check_rows("prior_predictive", "data", data, batch_size)
     with attach(model, subspace=subspace) as bayesian:
         if not bayesian.likelihood.predicts_classes:
-            kind = name_of(bayesian.likelihood)
+            kind = bayesian.likelihood.name
             raise ValueError(f"the prior predictive is over classes, got a model with a {kind} likelihood")
         prior = build_prior(method, bayesian.layout, bayesian.theta[0], model)
         assert isinstance(prior, IndependentPrior)  # the config's own
@@ -110,7 +110,7 @@ def prior_predictive(
         sums = torch.zeros((), dtype=torch.float64, device=model.device)
         collate, rows = collate or default_data_collator, range(len(data))
         for batch in batches_by_number(data, rows, model=bayesian, collate=collate, batch_size=batch_size):
-            inputs = {name: value for name, value in tensors_in(batch).items() if "label" not in name}
+            inputs = without_labels(tensors_in(batch))
             sums = sums + torch.stack([_histogram(bayesian, draw, inputs) for draw in draws])
     return PriorPredictive((sums / sums.sum(1, keepdim=True)).float().cpu())
 

@@ -20,12 +20,17 @@ from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import FinalPassResult, Problem, RowScores
 from hf_bayes.diagnostics.comparison import difference_std_error, row_scores
 from hf_bayes.distributions.energy import FlatPrior
-from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_likelihood, check_sizes, require_rows
-from hf_bayes.methods.registry import METHODS
-from hf_bayes.models.attaching import MODELS, refuse_frozen_adapter
+from hf_bayes.fit.finished_models import (
+    batches_by_number,
+    check_likelihood,
+    check_sizes,
+    config_for,
+    model_to_fit,
+    require_rows,
+)
+from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.calibrating import fit_to, heldout_sums
-from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
@@ -69,7 +74,8 @@ def fit_training_free(
         method: ``TrainingFreeConfig(...)``; None is the default one.
         collate: rows -> a batch of tensors with ``labels``; None is transformers' default collator.
         batch_size: rows of a forward pass; the result does not depend on it.
-        subspace: see ``hf_bayes.core.layout.select``; of a BayesianModel it is known.
+        subspace: the name of the parameters that are random, see ``hf_bayes.core.layout.select``; a BayesianModel has
+            its own.
         num_data: N of the data that the adapter was trained on, to be stored; None if it is not known.
         data_unit: the unit of N, "token" or "sequence".
         noise_std: the standard deviation of a regression's noise, in units of the labels; other heads refuse it.
@@ -83,15 +89,11 @@ def fit_training_free(
     Raises:
         ValueError: without held-out rows, or with too few; for a model without LoRA, or with an untrained one.
     """
-    config = _checked_config(method)
+    config = config_for("training_free", method)
     require_seed(seed)
     _check_heldout(heldout)
     check_sizes(batch_size, num_data, data_unit)
-    with as_bayesian(model, subspace, noise_std, likelihood, load=load_adapter) as bayesian:
-        refuse_frozen_adapter(bayesian)
-        warn_of_frozen_head(bayesian.core, bayesian.layout)
-        if bayesian.posterior is not None:
-            subspace = bayesian.posterior.config.subspace
+    with model_to_fit(model, subspace, noise_std, likelihood, load=load_adapter) as (bayesian, subspace):
         collate = with_columns(bayesian.likelihood, collate or default_data_collator)
         _check_terms(bayesian, config, heldout, collate)
         check_likelihood(bayesian, heldout, collate)
@@ -130,8 +132,8 @@ class Comparison(NamedTuple):
     """The losses on the odd held-out rows, in nats per likelihood term.
 
     Attributes:
-        nll: of the posterior's members.
-        point_nll: of the weights alone, at ``temperature``.
+        nll: the loss of the posterior's members.
+        point_nll: the loss of the weights alone, at ``temperature``.
         std_error: the standard error of the difference, paired by row; None if it is not defined.
         temperature: the temperature that was fitted on the even rows; 1 if none is better.
         reason: why there is no temperature, in words; empty if there is one.
@@ -157,15 +159,6 @@ class Comparison(NamedTuple):
             judged = f"{better} is better by {abs(difference):.2g} (standard error {error:.2g})"
         reason = f" (no temperature: {self.reason})" if self.reason else ""
         return f"On {self.num_rows} other held-out rows: {figures}; {judged}{reason}"
-
-
-def _checked_config(method: MethodConfig | None) -> Any:
-    config: Any = METHODS["training_free"]() if method is None else method
-    if getattr(config, "name", None) != "training_free":
-        raise ValueError(
-            f"method must be a TrainingFreeConfig, got {type(config).__name__}: other methods need a trainer"
-        )
-    return config
 
 
 def _check_heldout(heldout: Any) -> None:

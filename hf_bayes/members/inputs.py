@@ -1,14 +1,27 @@
-"""The inputs of a model as rows and positions: their numbers, and the repetition of rows for each member."""
+"""The inputs of a model: a batch without its labels, numbers of rows and positions, and rows repeated for members."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.pictures import PICTURES
+
+LABELS = frozenset({"labels", "label", "label_ids"})
+"""The names under which the collators of transformers read and write labels."""
+
+
+def without_labels(batch: Mapping[str, Any], columns: Collection[str] = ()) -> dict[str, Any]:
+    """Return the inputs of a batch: everything but its labels, whatever their name.
+
+    Args:
+        batch: a batch with or without labels.
+        columns: the names of the columns that belong to the labels, such as the weights of rows.
+    """
+    return {name: value for name, value in batch.items() if name not in LABELS and name not in columns}
 
 
 def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from hf_bayes.metrics.calibration import NUM_GROUPS, Calibration, GroupSums, fit
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictors import Predictive, num_averaged
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.uncertainty.likelihoods import Normal
 
 
 def reason_without_temperature(model: BayesianModel) -> str | None:
     """Return, in words, why no mixture of the model has a temperature; None if it can have one."""
-    if isinstance(model.likelihood, Normal) or getattr(model.likelihood, "num_classes", 0) is None:
+    if model.likelihood.predicts_numbers:
         return "the labels are numbers"
     if not model.predicts_its_terms:
         return "the rows are preferences, whose temperature is not that of the tokens which the posterior predicts"

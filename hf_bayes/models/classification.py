@@ -23,7 +23,8 @@ from hf_bayes.models.text_pairs import GroupCheck, flattened, grouped, holds_gro
 from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.base import CustomLikelihood, LikelihoodConfig
 from hf_bayes.uncertainty.custom.registry import likelihood_from
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, name_of, refuse_labels
+from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, Normal, refuse_labels
+from hf_bayes.uncertainty.several_labels import Bernoulli
 
 
 def problem_of(config: Any) -> str | None:
@@ -79,7 +80,7 @@ class BayesianClassifier(BayesianModel):
         except BaseException:  # a user's likelihood may raise anything, and the model must not stay attached
             self.detach()
             raise
-        self.texts_per_row: int = getattr(self.likelihood, "texts_per_row", 1)
+        self.texts_per_row: int = self.likelihood.texts_per_row
         if self.texts_per_row > 1:
             self.check_inputs: Any = GroupCheck(self.check_inputs, self.texts_per_row)
 
@@ -210,7 +211,7 @@ class BayesianClassifier(BayesianModel):
     def _single_pass_predictor(self, **options: Any) -> InputPredictor:
         if self.texts_per_row > 1:
             raise ValueError(
-                f"a single pass does not predict by the likelihood {name_of(self.likelihood)}, whose rows have "
+                f"a single pass does not predict by the likelihood {self.likelihood.name}, whose rows have "
                 f"{self.texts_per_row} texts: use linearise(), with one backward pass for each reward, or members"
             )
         return input_predictor(self, **options)  # type: ignore[no-any-return]
@@ -240,12 +241,12 @@ class BayesianClassifier(BayesianModel):
             if not expected:
                 raise ValueError(
                     f"labels {list(found)} are given with single texts, whose outputs are rewards: a label of "
-                    f"{name_of(self.likelihood)} belongs to a row of {self.texts_per_row} texts, input_ids [rows, "
+                    f"{self.likelihood.name} belongs to a row of {self.texts_per_row} texts, input_ids [rows, "
                     f"{self.texts_per_row}, tokens]. Leave labels out"
                 )
             raise ValueError(
                 f"labels {list(found)} do not fit the logits {list(answers)} of {type(self.core).__name__}: a "
-                f"{name_of(self.likelihood)} likelihood expects {' or '.join(str(list(s)) for s in expected)}. "
+                f"{self.likelihood.name} likelihood expects {' or '.join(str(list(s)) for s in expected)}. "
                 "Check the collator, and problem_type and num_labels of the model"
             )
 

@@ -147,8 +147,8 @@ def _likelihood_of(head: Mapping[str, Any]) -> str | None:
 
 def _likelihood_of_model(likelihood: Likelihood) -> str | None:
     """Return the name of the user's likelihood of a model; None for the head's own."""
-    own = getattr(without_weights(likelihood), "config", None)
-    return None if own is None else str(own.name)
+    own = without_weights(likelihood).config
+    return None if own is None else own.name
 
 
 def _gaussian_of(posterior: Posterior, what: str) -> Gaussian:

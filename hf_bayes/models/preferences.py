@@ -16,6 +16,7 @@ from hf_bayes.core.compat import num_writes
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.evaluation_mode import evaluating
+from hf_bayes.members.inputs import without_labels
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictives import custom as custom_predictives
@@ -36,7 +37,7 @@ class _Batch:
     """
 
     def __init__(self, inputs: dict[str, Any]) -> None:
-        self.tensors = {name: value for name, value in tensors_in(inputs).items() if name != "labels"}
+        self.tensors = without_labels(tensors_in(inputs))
         self.is_counted = not any(value.is_inference() for value in self.tensors.values())
         self.versions = [num_writes(value) for value in self.tensors.values()] if self.is_counted else []
 

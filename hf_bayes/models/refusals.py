@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from hf_bayes.core.layout import Layout, decoder_blocks
 from hf_bayes.models.predictors import Predictor
-from hf_bayes.uncertainty.likelihoods import name_of
 
 _ANSWER_NO_CACHE = ("recurrent_gemma",)
 """Model types that take ``past_key_values`` and keep what counts in their layers."""
@@ -66,10 +65,10 @@ def refuse_likelihood(likelihood: object, kind: str) -> None:
 
 def refuse_other_likelihood(likelihood: object, model: Any) -> None:
     """Raise if a likelihood is given beside a Bayesian model that has another one."""
-    if likelihood is not None and likelihood != getattr(model.likelihood, "config", None):
+    if likelihood is not None and likelihood != model.likelihood.config:
         raise ValueError(
             f"likelihood={likelihood!r:.100} is given with a BayesianModel, which has one of its own "
-            f"({name_of(model.likelihood)}): leave it out here, and give it to attach(...)"
+            f"({model.likelihood.name}): leave it out here, and give it to attach(...)"
         )
 
 
@@ -77,7 +76,7 @@ def refuse_settings(names: Iterable[str], auto_class: Any) -> None:
     """Raise a TypeError for keywords of ``from_pretrained`` that it does not take.
 
     Args:
-        names: of the keywords.
+        names: the names of the keywords.
         auto_class: the auto class of transformers that loads the base model.
     """
     names = list(names)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.members.evaluation_mode import evaluating
-from hf_bayes.members.inputs import num_rows_of
+from hf_bayes.members.inputs import num_rows_of, without_labels
 from hf_bayes.models.base import BayesianModel
 
 
@@ -44,7 +44,7 @@ def with_statistics(
     num_rows = 0
     with torch.no_grad(), evaluating(model), members.by_batch_statistics(), context():
         for batch in batches:
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            inputs = without_labels(batch)
             rows = num_rows_of(inputs)
             size = model.members_per_pass or members.pass_size(len(theta), rows, model.num_positions(inputs))
             for start in range(0, len(theta), size):

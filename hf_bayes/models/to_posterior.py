@@ -14,7 +14,7 @@ from hf_bayes.models.loading import base_model
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
-from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.weighted import without_weights
 
 
 def to_posterior(
@@ -43,9 +43,7 @@ def to_posterior(
     description = base_model.describe(model.model, model.core, layout, tokenizer)
     if tokenizer is None and model.posterior is not None:
         description["fingerprint"]["tokenizer"] = model.posterior.config.base_model["fingerprint"]["tokenizer"]
-    likelihood = model.likelihood
-    noise_std = getattr(getattr(likelihood, "inner", likelihood), "noise_std", None)
-    own: LikelihoodConfig | None = getattr(likelihood, "config", None)
+    noise_std, own = without_weights(model.likelihood).noise_std, model.likelihood.config
     stored = {} if own is None else {own.stored_as: own.to_dict()}
     return Posterior(
         approximation=approximation,  # type: ignore[arg-type]

@@ -36,7 +36,8 @@ from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.storage.json_types import as_list
 from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.weighted import without_weights
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, name_of
+from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, Normal
+from hf_bayes.uncertainty.several_labels import Bernoulli
 
 _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
     Categorical: ("softmax", "none"),
@@ -71,7 +72,7 @@ class _ScoredPipeline(BayesianPipeline):
             if function_to_apply not in known:
                 raise ValueError(
                     f"function_to_apply={str(given)!r} has no meaning for a "
-                    f"{name_of(self.model.likelihood)} likelihood: expected {' or '.join(map(repr, known))}. "
+                    f"{self.model.likelihood.name} likelihood: expected {' or '.join(map(repr, known))}. "
                     f"Leave it out for {known[0]!r}"
                 )
         top_k = kwargs.get("top_k")
@@ -80,9 +81,9 @@ class _ScoredPipeline(BayesianPipeline):
         with self._answers_named():
             found = super()._sanitize_parameters(function_to_apply=function_to_apply, **kwargs)
         if abstain is not None:
-            if not without_weights(self.model.likelihood).predicts_classes:
+            if not self.model.likelihood.predicts_classes:
                 raise ValueError(
-                    f"abstain= is for classes of a head, and the labels here have a {name_of(self.model.likelihood)} "
+                    f"abstain= is for classes of a head, and the labels here have a {self.model.likelihood.name} "
                     "likelihood: leave abstain out, and compare each record's uncertainty with a limit of your own"
                 )
             found[-1]["abstain"] = rule_for(self.model, abstain, CLASS_MEASURES)
@@ -120,7 +121,7 @@ class _ScoredPipeline(BayesianPipeline):
         if type(likelihood) not in _FUNCTIONS:
             raise ValueError(
                 f"{self.task_name} shows probabilities or numbers of single inputs, and the likelihood here is "
-                f"{name_of(likelihood)}: {likelihood.config.instead_of_pipeline}"
+                f"{likelihood.name}: {likelihood.config.instead_of_pipeline}"
             )
         return _FUNCTIONS[type(likelihood)]
 

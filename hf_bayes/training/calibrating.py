@@ -64,7 +64,7 @@ def report_length(method: MethodConfig, found: Calibration, host: TrainerHost) -
     """Log if the run is probably too short or too long: the temperature of the mixture shows it, near modes.
 
     Args:
-        method: of the run.
+        method: the method of the run.
         found: the temperature t of the mixture, and its standard error.
         host: writes the message.
     """

@@ -80,10 +80,11 @@ def identity(
     Args:
         model: attached.
         tokenizer: a tokenizer, or a processor; None where there is none.
-        mixed_precision: of accelerate, "no" or "bf16".
-        data: of ``data.fingerprint``, with what else is known of the rows.
-        heldout: likewise, of rows that a method fits by.
-        micro_batches: of an update, over all processes that share a chain; None where the split does not matter.
+        mixed_precision: the setting of accelerate, "no" or "bf16".
+        data: the fingerprint of the training rows (``data.fingerprint``), and all else that is known of them.
+        heldout: the same of the held-out rows by which a method fits; None without such rows.
+        micro_batches: the number of micro-batches in an update, over all processes that share a chain; None where the
+            split does not matter.
     """
     groups: dict[str, Mapping[str, Any]] = {
         "base": _describe_base(model),
@@ -113,8 +114,8 @@ def identity(
 
 def _describe_likelihood(model: BayesianModel) -> str:
     """Return the name of the likelihood; of a user's likelihood, with its fields."""
-    own = getattr(model.likelihood, "config", None)
-    return type(model.likelihood).__name__ if own is None else json.dumps(own.to_dict(), sort_keys=True)
+    own = model.likelihood.config
+    return model.likelihood.name if own is None else json.dumps(own.to_dict(), sort_keys=True)
 
 
 def split_matters(method: MethodConfig, model: nn.Module, *, stream: bool, private: bool, packs: bool) -> bool:

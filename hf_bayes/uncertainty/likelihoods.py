@@ -1,4 +1,4 @@
-"""The likelihoods log p(y | logits): categorical, Bernoulli and normal.
+"""The likelihoods log p(y | logits): their base class, the categorical and the normal one.
 
 A likelihood defines the meaning of a model's outputs. All its functions work on likelihood terms, for every member: a
 term is a token, an example or a number, depending on the task.
@@ -7,8 +7,9 @@ term is a token, an example or a number, depending on the task.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +18,67 @@ from torch import Tensor
 IGNORE = -100
 
 
-class Likelihood(Protocol):
-    """The interface of a likelihood: log p(labels | logits) per term, and everything derived from it.
+class LikelihoodSettings(Protocol):
+    """The settings of a likelihood that was given with ``likelihood=``, see ``custom.base.LikelihoodConfig``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stored_as(self) -> str: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def advice(self) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class Likelihood(ABC):
+    """A likelihood: log p(labels | logits) per term, and everything derived from it.
 
     Attributes:
-        predicts_classes: True if each term is one class out of several.
+        config: the settings of a likelihood that was given with ``likelihood=``; None for the likelihood of a head.
+        noise_std: the standard deviation of normal noise, in units of the labels, which a fit may learn; None for other
+            likelihoods.
+        texts_per_row: the number of texts in a row of the data.
     """
 
-    predicts_classes: ClassVar[bool]
+    config: LikelihoodSettings | None = None
+    noise_std: float | None = None
+    texts_per_row: int = 1
 
+    @property
+    def name(self) -> str:
+        """The name of the likelihood, for messages."""
+        return type(self).__name__ if self.config is None else self.config.name
+
+    @property
+    def predicts_classes(self) -> bool:
+        """True if the outputs are the logits of classes, of which each term is one."""
+        return False
+
+    @property
+    def predicts_numbers(self) -> bool:
+        """True if the labels are numbers, which have a density and no probability."""
+        return False
+
+    @property
+    def lacks(self) -> frozenset[str]:
+        """The needs of curvature that the likelihood does not meet: "draw", "fisher"."""
+        return frozenset()
+
+    @property
+    def has_check(self) -> bool:
+        """True if ``check`` examines anything."""
+        return False
+
+    def check(self, logits: Tensor, labels: Tensor) -> None:  # noqa: B027
+        """Raise a ValueError if ``log_prob`` is no finite sum over terms, at outputs [M, n, C] of the model."""
+
+    @abstractmethod
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the log-likelihood of each term in nats, [M, N], in float32 or better.
 
@@ -33,74 +86,73 @@ class Likelihood(Protocol):
             logits: [M, N, C].
             labels: [M, N] or [M, N, C]; a label that is not a term gives 0.
         """
-        ...
 
+    @abstractmethod
     def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return [M, N, P], the log-likelihoods of a term's parts, without weights of rows.
 
         Predictions average each part over members. Several labels of an input are P parts, every other term is one.
         """
-        ...
 
+    @abstractmethod
     def max_log_prob(self, num_outputs: int) -> float:
         """Return the largest possible log-likelihood of a term, given the number of outputs."""
-        ...
 
+    @abstractmethod
     def is_term(self, labels: Tensor) -> Tensor:
         """Return [..., N] bool: True where a label is a likelihood term. ``labels`` is [..., N] or [..., N, C]."""
-        ...
 
+    @abstractmethod
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that labels may have, given the shape [..., C] of the logits."""
-        ...
 
+    @abstractmethod
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
         """Return a bool tensor of the shape of ``labels``: True where a label is not in ``support(num_outputs)``."""
-        ...
 
+    @abstractmethod
     def support(self, num_outputs: int) -> str:
         """Return the set of permitted labels in words."""
-        ...
 
+    @abstractmethod
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
         """Return logits [M, N, C] without the part that the likelihood ignores; the result is [M, N, C] or [M, N, k].
 
         Args:
             columns: [N, k], the wanted outputs of each term; None for all outputs.
         """
-        ...
 
+    @abstractmethod
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return [n, C]: the gradient of ``log_prob`` in the logits [n, C], for the labels of n terms."""
-        ...
 
+    @abstractmethod
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Return labels drawn from the model, by inverting the distribution function of logits [n, C] at ``uniforms``.
 
         Args:
             uniforms: numbers in [0, 1), in the shape of the labels: [n], or [n, C] if ``labels_per_output``.
         """
-        ...
 
+    @abstractmethod
     def fisher_root(self, logits: Tensor, column: int) -> Tensor:
         """Return [n, C]: one column of a root of each term's Fisher information in the logits [n, C]."""
-        ...
 
+    @abstractmethod
     def num_root_columns(self, num_outputs: int) -> int:
         """Return the number of columns of ``fisher_root`` for C outputs."""
-        ...
 
     @property
+    @abstractmethod
     def labels_per_output(self) -> bool:
         """True if a label has one value per output, False if a label is the index of an output."""
-        ...
 
 
 @dataclass(frozen=True)
-class Categorical:
+class Categorical(Likelihood):
     """The categorical likelihood. Labels are class indices; a label of -100 is not a term."""
 
-    predicts_classes: ClassVar[bool] = True
+    predicts_classes = True
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
@@ -126,7 +178,7 @@ class Categorical:
         logits = widened(logits)
         if columns is None:
             return logits - logits.mean(-1, keepdim=True)
-        return _gathered(logits, columns) - logits.logsumexp(-1, keepdim=True)
+        return gathered(logits, columns) - logits.logsumexp(-1, keepdim=True)
 
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (logits_shape[:-1],)
@@ -180,68 +232,15 @@ class Categorical:
 
 
 @dataclass(frozen=True)
-class Bernoulli:
-    """The Bernoulli likelihood of independent binary labels [..., C] in {0, 1}; an example is one term."""
-
-    predicts_classes: ClassVar[bool] = False
-
-    def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.log_prob_parts(logits, labels).sum(-1)
-
-    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
-        logits = widened(logits)
-        return -F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
-
-    def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
-        return _gathered(widened(logits), columns)
-
-    def max_log_prob(self, num_outputs: int) -> float:
-        return 0.0
-
-    def is_term(self, labels: Tensor) -> Tensor:
-        # [N] without columns is no shape of these labels; counted here, it is refused in words beside the logits
-        return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
-
-    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (logits_shape,)
-
-    def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
-        # for labels outside [0, 1] the cross entropy has no lower bound, so exp(-U) is not a density
-        return ~((labels >= 0) & (labels <= 1))
-
-    def support(self, num_outputs: int) -> str:
-        return f"0 to 1 ({IGNORE} has no meaning among several labels)"
-
-    def score(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return labels.to(widened(logits).dtype) - widened(logits).sigmoid()
-
-    def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        return (uniforms < widened(logits).sigmoid()).to(widened(logits).dtype)
-
-    def fisher_root(self, logits: Tensor, column: int) -> Tensor:
-        probs = widened(logits).sigmoid()[:, column]
-        root = torch.zeros_like(widened(logits))
-        root[:, column] = (probs * (1 - probs)).sqrt()
-        return root
-
-    def num_root_columns(self, num_outputs: int) -> int:
-        return num_outputs
-
-    @property
-    def labels_per_output(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class Normal:
+class Normal(Likelihood):
     """The normal likelihood of numbers y = logits + N(0, noise_std^2), with known noise.
 
     Attributes:
         noise_std: standard deviation of the noise, in units of the labels.
     """
 
-    predicts_classes: ClassVar[bool] = False
-    noise_std: float
+    predicts_numbers = True
+    noise_std: float = field()  # a field without a default; without field() the default of the base class would be it
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
@@ -252,7 +251,7 @@ class Normal:
         return self.log_prob(logits, labels)[..., None]
 
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
-        return _gathered(widened(logits), columns)
+        return gathered(widened(logits), columns)
 
     def max_log_prob(self, num_outputs: int) -> float:
         """Return the density where the label is predicted exactly: a density is not bounded by 1."""
@@ -293,17 +292,6 @@ class Normal:
         return True
 
 
-def lacks_of(likelihood: Likelihood) -> frozenset[str]:
-    """Return what curvature may need and the likelihood does not have: "draw" and "fisher"."""
-    found: frozenset[str] = getattr(likelihood, "lacks", frozenset())
-    return found
-
-
-def name_of(likelihood: Likelihood) -> str:
-    """Return the name of a likelihood, for messages."""
-    return str(getattr(likelihood, "name", type(likelihood).__name__))
-
-
 def refuse_labels(
     likelihood: Likelihood, labels: Tensor, num_outputs: int, *, where: str = "the batch", first: int = 0
 ) -> None:
@@ -325,7 +313,7 @@ def refuse_labels(
     )
 
 
-def _gathered(logits: Tensor, columns: Tensor | None) -> Tensor:
+def gathered(logits: Tensor, columns: Tensor | None) -> Tensor:
     """Return the ``columns`` [N, k] of logits [M, N, C], as [M, N, k]; all columns if ``columns`` is None."""
     return logits if columns is None else logits.gather(2, columns.expand(len(logits), -1, -1))
 

@@ -78,7 +78,10 @@ def test_a_second_student_replaces_the_first() -> None:
     [
         ({"rows": ROWS[:5]}, "at least 200 rows, got 5 rows"),
         ({"rows": ROWS[:199]}, "at least 200 rows, got 199 rows"),
-        ({"rows": iter(ROWS)}, "a list or a data set with a length"),
+        ({"rows": iter(ROWS)}, "rows must have rows that can be counted .* got list_iterator: give a list of rows"),
+        ({"rows": {"train": ROWS}}, "rows must have rows that can be counted .* got dict"),
+        ({"other": {"test": ROWS}}, "other must have rows that can be counted .* got dict"),
+        ({"other": []}, "other has 0 rows; distil needs some"),
         ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
     ],
 )

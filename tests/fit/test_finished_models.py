@@ -7,12 +7,15 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
+from hf_bayes import BayesianModelForSequenceClassification, MAPConfig, MCDropoutConfig, SWAGConfig, fit_mc_dropout
 from hf_bayes.fit.finished_models import (
     as_bayesian,
     batches_by_number,
     check_rows,
     check_sizes,
+    config_for,
     labelled_batches,
+    model_to_fit,
     require_rows,
 )
 from hf_bayes.models.attaching import attach
@@ -48,13 +51,34 @@ def test_a_place_is_loaded_by_the_loader(tmp_path: Path) -> None:
         assert places == [(tmp_path, None)]
 
 
-def test_rows_come_in_the_order_of_their_numbers() -> None:
+def test_a_fit_takes_configs_of_its_method_alone() -> None:
+    given = SWAGConfig(rank=3)
+    assert config_for("swag", given, rank=5) is given
+    assert config_for("swag", None, rank=5) == SWAGConfig(rank=5)
+    for other in (MAPConfig(), "swag", SWAGConfig):
+        with pytest.raises(ValueError, match=f"must be of the class SWAGConfig, got {type(other).__name__}: "):
+            config_for("swag", other)  # type: ignore[arg-type]
+
+
+def test_the_subspace_of_a_posterior_is_that_of_its_model(tmp_path: Path) -> None:
+    fit_mc_dropout(tiny_bert(), MCDropoutConfig(targets="weight"), subspace="last_layer").save_pretrained(tmp_path)
+    load = BayesianModelForSequenceClassification.from_pretrained
+    with load(tmp_path, base_model=tiny_bert()) as loaded, model_to_fit(loaded, "all", None) as (found, subspace):
+        assert (found, subspace) == (loaded, "last_layer")
+    with model_to_fit(tiny_bert(), "last_layer", None) as (_, subspace):
+        assert subspace == "last_layer"
+
+
+def test_rows_come_in_the_order_of_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     def collate(rows: list[int]) -> dict[str, torch.Tensor]:
         return {"rows": torch.tensor(rows)}
 
     with attach(tiny_bert(), subspace="last_layer") as model:
         found = list(batches_by_number(range(6), [4, 0, 2], model=model, collate=collate, batch_size=2))
-    assert [batch["rows"].tolist() for batch in found] == [[4, 0], [2]]
+        assert [batch["rows"].tolist() for batch in found] == [[4, 0], [2]]
+        assert capsys.readouterr().err == ""
+        list(batches_by_number(range(6), [4], model=model, collate=collate, batch_size=2, progress="a pass"))
+    assert "a pass: " in capsys.readouterr().err
 
 
 def test_rows_without_numbers_are_refused_in_words() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from hf_bayes.core.rng import generator
 from hf_bayes.fit.function_curvature import curvature_of_function, outputs_of, row_gradients_of_function
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Normal
+from hf_bayes.uncertainty.likelihoods import Categorical, Normal
+from hf_bayes.uncertainty.several_labels import Bernoulli
 
 ROUNDING = 1e-12
 """Relative. All is float64, and no sum has more than a thousand terms."""

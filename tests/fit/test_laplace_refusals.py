@@ -175,7 +175,7 @@ def test_another_method_is_refused() -> None:
     from hf_bayes import SGHMCConfig
 
     model, data, *_ = regression()
-    with pytest.raises(ValueError, match="method must be a LaplaceConfig, got SGHMCConfig"):
+    with pytest.raises(ValueError, match="method must be of the class LaplaceConfig, got SGHMCConfig"):
         fit_laplace(model, data, SGHMCConfig(), subspace="last_layer", noise_std=NOISE)
-    with pytest.raises(ValueError, match="method must be a LaplaceConfig, got str"):
+    with pytest.raises(ValueError, match="method must be of the class LaplaceConfig, got str"):
         fit_laplace(model, data, "laplace", subspace="last_layer", noise_std=NOISE)  # type: ignore[arg-type]

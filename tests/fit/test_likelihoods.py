@@ -172,6 +172,14 @@ def test_a_likelihood_that_does_not_fit_is_refused(likelihood: Any, options: dic
     refuse_attached(model)  # it was given back
 
 
+@pytest.mark.parametrize("likelihood", [None, Weighted()])
+def test_weighted_numbers_fit_no_temperature_either(likelihood: Weighted | None) -> None:
+    model, data, *_ = regression(60)
+    data = [{**row, "weight": 1.0} for row in data]
+    with pytest.raises(ValueError, match="a temperature of the mixture, and the labels are numbers: leave heldout out"):
+        fit_laplace(model, data, EMPIRICAL, heldout=data, subspace="last_layer", noise_std=NOISE, likelihood=likelihood)
+
+
 def test_another_likelihood_than_the_models_is_refused() -> None:
     with (
         attach(lstm(1), likelihood=Poisson()) as bayesian,

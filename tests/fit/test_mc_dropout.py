@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes import BayesianModelForCausalLM, MCDropoutConfig, SGHMCConfig, fit_mc_dropout
+from hf_bayes import BayesianModelForCausalLM, MCDropoutConfig, SGHMCConfig, attach, fit_mc_dropout
 from hf_bayes.methods.averaging.mc_dropout import Masks
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
 from tests.faults import posteriors
-from tests.tiny_models import batch, tiny_gpt2, tiny_llama, with_lora
+from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
 P = 0.3
 
@@ -47,6 +48,20 @@ def test_dense_weights_are_dropped_where_they_are_named() -> None:
         assert bool((tensor == 0).any()) == ("down_proj" in name)
 
 
+def test_a_model_with_a_likelihood_of_its_own_has_its_dropout() -> None:
+    model = with_lora(tiny_bert(num_labels=2), lora_dropout=0.25)
+    found = fit_mc_dropout(model, likelihood=Heteroscedastic())
+    assert found.config.head["likelihood"] == Heteroscedastic().to_dict()
+    assert torch.equal(found.approximation.theta, fit_mc_dropout(model).approximation.theta)
+
+
+def test_a_posterior_has_no_dropout_of_training() -> None:
+    with attach(with_lora(tiny_gpt2(), lora_dropout=0.25)) as bayesian:
+        for given in (bayesian, "user/posterior"):
+            with pytest.raises(ValueError, match=f"a model of transformers or peft, got {type(given).__name__}: "):
+                fit_mc_dropout(given)  # type: ignore[arg-type]
+
+
 def test_what_has_no_inputs_to_drop_is_refused_in_words() -> None:
     llama = tiny_llama().requires_grad_(True)
     with pytest.raises(ValueError, match=r"no random tensor is: add LoRA, or set targets .* among .*layers\.1"):
@@ -55,9 +70,9 @@ def test_what_has_no_inputs_to_drop_is_refused_in_words() -> None:
         fit_mc_dropout(llama, MCDropoutConfig(targets="layernorm"), subspace="last_block")
     with pytest.raises(ValueError, match=r"trained with lora_dropout > 0.*Pass method=MCDropoutConfig"):
         fit_mc_dropout(with_lora(tiny_gpt2()))
-    with pytest.raises(ValueError, match="method must be an MCDropoutConfig, got SGHMCConfig"):
+    with pytest.raises(ValueError, match="method must be of the class MCDropoutConfig, got SGHMCConfig"):
         fit_mc_dropout(with_lora(tiny_gpt2()), SGHMCConfig())
-    with pytest.raises(ValueError, match="method must be an MCDropoutConfig, got str"):
+    with pytest.raises(ValueError, match="method must be of the class MCDropoutConfig, got str"):
         fit_mc_dropout(with_lora(tiny_gpt2()), "mc_dropout")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="under DoRA"):
         MCDropoutConfig().masks({**SHAPES, "q.lora_magnitude_vector.default.weight": (4,)})

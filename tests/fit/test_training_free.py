@@ -142,7 +142,7 @@ def test_without_heldout_rows_it_is_refused_in_words() -> None:
         fit_training_free(model, DataLoader(label_rows(4)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="heldout needs at least 40 rows, got 39"):
         fit_training_free(model, label_rows(39))
-    with pytest.raises(ValueError, match="method must be a TrainingFreeConfig, got MeanFieldConfig"):
+    with pytest.raises(ValueError, match="method must be of the class TrainingFreeConfig, got MeanFieldConfig"):
         fit_training_free(model, label_rows(40), MeanFieldConfig())
     with pytest.raises(ValueError, match="no pair of LoRA factors"):
         fit_training_free(tiny_bert(), label_rows(40), subspace="last_layer")

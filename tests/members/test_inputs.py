@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.members.inputs import num_positions_of, num_rows_of, padding_mask, repeat_rows
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, padding_mask, repeat_rows, without_labels
 
 
 def test_rows_are_repeated_member_by_member_in_tensors_and_dicts() -> None:
@@ -20,6 +20,12 @@ def test_rows_and_positions_are_those_of_the_main_input() -> None:
     assert (num_rows_of(inputs), num_positions_of(inputs)) == (2, 5)
     with pytest.raises(ValueError, match="no tensor among the model's inputs"):
         num_rows_of({"flag": True})
+
+
+def test_labels_of_any_name_and_their_columns_are_no_inputs() -> None:
+    batch = {"input_ids": 1, "labels": 2, "label": 3, "label_ids": 4, "weight": 5, "labels_mask": 6}
+    assert without_labels(batch) == {"input_ids": 1, "weight": 5, "labels_mask": 6}
+    assert without_labels(batch, ("weight",)) == {"input_ids": 1, "labels_mask": 6}
 
 
 def test_only_a_mask_of_two_dimensions_shows_padding() -> None:

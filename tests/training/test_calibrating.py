@@ -18,6 +18,7 @@ from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.metrics.calibration import Calibration
 from hf_bayes.training.calibrating import LEAST_ROWS, report_length
 from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests import runs
 from tests.tiny_models import tiny_bert
 from tests.training.trained import StopAfter
@@ -134,6 +135,16 @@ def test_what_cannot_be_calibrated_is_left_or_refused(tmp_path: Path, rows: Any,
     if reason is not None:
         with pytest.raises(ValueError, match=reason):
             trainer(tmp_path / "asked", rows=rows, max_steps=4, calibrate=True)
+
+
+@pytest.mark.parametrize("likelihood", [None, Weighted()])
+def test_numbers_have_no_temperature_with_weights_either(tmp_path: Path, likelihood: Weighted | None) -> None:
+    rows = [{**row, "label": float(row["label"]), "weight": 1.0} for row in runs.label_rows(80)]
+    with pytest.raises(ValueError, match=r"calibrate=True fits a temperature .* the labels are numbers"):
+        runs.trainer(
+            tmp_path, SGHMCConfig(), model=tiny_bert(num_labels=1), subspace="last_layer", train=rows, noise_std=0.5,
+            eval_dataset=rows, likelihood=likelihood, calibrate=True,
+        )  # fmt: skip
 
 
 def test_of_several_sets_the_one_named_heldout_calibrates(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.rng import generator
-from hf_bayes.uncertainty.likelihoods import IGNORE, Bernoulli, Categorical, Likelihood, Normal, next_tokens
+from hf_bayes.uncertainty.likelihoods import IGNORE, Categorical, Likelihood, Normal, next_tokens
+from hf_bayes.uncertainty.several_labels import Bernoulli
 
 LIKELIHOODS: dict[str, tuple[Likelihood, Tensor]] = {
     "categorical": (Categorical(), torch.tensor([2, 0, 1])),

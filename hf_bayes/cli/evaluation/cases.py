@@ -36,7 +36,7 @@ CASES: dict[tuple[str, str | None], Case] = {
 
 def described(config: PosteriorConfig, model: BayesianModel) -> PosteriorConfig:
     """Return the config of a posterior with the head of its loaded model, which adapters trained elsewhere lack."""
-    head = describe_head(model.core, getattr(model, "noise_std", None))
+    head = describe_head(model.core, model.likelihood.noise_std)
     return dataclasses.replace(config, head={**config.head, **head})
 
 

@@ -146,7 +146,7 @@ def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, A
     """Return the ``head`` entry of a posterior: the settings with which its base model is loaded and quantised.
 
     Args:
-        noise_std: of a regression.
+        noise_std: the standard deviation of the noise of a regression; None for other heads.
     """
     head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
     if not core.can_generate():

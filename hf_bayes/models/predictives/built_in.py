@@ -16,14 +16,14 @@ from hf_bayes.metrics import per_row_statistics
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.uncertainty.decomposition import Prediction
 from hf_bayes.uncertainty.gaussian_links import LINKS, GaussianPrediction, log_density, moments
-from hf_bayes.uncertainty.likelihoods import IGNORE, Bernoulli, Categorical, Likelihood, Normal, widened
+from hf_bayes.uncertainty.likelihoods import IGNORE, Categorical, Likelihood, Normal, widened
 from hf_bayes.uncertainty.mixture_temperature import (
     nll_at_temperatures,
     temper,
     temper_log_probs,
     temper_uncertainties,
 )
-from hf_bayes.uncertainty.several_labels import summed, two_classes
+from hf_bayes.uncertainty.several_labels import Bernoulli, summed, two_classes
 
 
 class Deviations(NamedTuple):

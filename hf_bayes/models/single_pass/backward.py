@@ -33,7 +33,6 @@ from hf_bayes.models.predictives import custom as custom_predictives
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
-from hf_bayes.uncertainty.custom.weighted import without_weights
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import widened
 
@@ -198,6 +197,6 @@ class BackwardPredictor:
 
     def _directions(self, model: BayesianModel, factors: Mapping[str, float]) -> Directions:
         size = num_labels_of(model.config)
-        if without_weights(model.likelihood).predicts_classes and self.rank < size:
+        if model.likelihood.predicts_classes and self.rank < size:
             return Directions(lambda logits: leading_directions(logits, self.rank), self.rank, factors)
         return Directions(lambda logits: torch.eye(size).to(logits).expand(len(logits), -1, -1), size, factors)

@@ -274,13 +274,12 @@ class TrainingRows:
 
     def check_likelihood(self) -> None:
         """Check, on the first rows, that a user's likelihood is a finite sum over likelihood terms."""
-        check = getattr(self.model.likelihood, "check", None)
-        if check is None:
+        if not self.model.likelihood.has_check:
             return
         with torch.random.fork_rng(devices=[]):  # a collator may be random
             inputs = self.first()
         with torch.no_grad(), self.host.autocast():
-            self.model.each_term(inputs, check)
+            self.model.each_term(inputs, self.model.likelihood.check)
 
     def describe(self) -> dict[str, Any]:
         """Return the identity of the training data for a checkpoint; for private rows, one hash per process."""

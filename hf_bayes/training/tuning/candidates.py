@@ -11,7 +11,6 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.methods.recommended import LEAST_UPDATES, on_ladder
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.uncertainty.likelihoods import lacks_of
 
 PLAIN = "plain fine-tuning"
 """The rival of every other candidate: one set of weights, with a temperature."""
@@ -74,7 +73,7 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
     ]
     if _num_outputs(model) <= MOST_LINEARISED:
         # a likelihood that cannot draw labels has no sampled GGN
-        estimator = "ef_sequence" if "draw" in lacks_of(model.likelihood) else "ggn"
+        estimator = "ef_sequence" if "draw" in model.likelihood.lacks else "ggn"
         # a search by held-out rows judges draws of the Gaussian, and this candidate predicts without any: the evidence
         # chooses the prior, and held-out rows the temperature
         laplace = _config("laplace", structure="kronecker", fit_prior="evidence", estimator=estimator)

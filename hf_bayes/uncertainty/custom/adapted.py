@@ -10,19 +10,19 @@ For numbers the root is computed from ``fisher``, and labels are drawn with ``dr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bayes.uncertainty.custom.base import ClassLogProbs, CustomLikelihood, Moments
-from hf_bayes.uncertainty.likelihoods import IGNORE, widened
+from hf_bayes.uncertainty.likelihoods import IGNORE, Likelihood, widened
 
 
 @dataclass(frozen=True)
-class Adapted:
+class Adapted(Likelihood):
     """The likelihood of a head with C outputs, as the rest of the package uses it.
 
     Attributes:
@@ -32,8 +32,8 @@ class Adapted:
         ValueError: for a head with another number of outputs than the likelihood needs.
     """
 
-    predicts_classes: ClassVar[bool] = False
-    config: CustomLikelihood
+    has_check = True
+    config: CustomLikelihood = field()  # field(): without a default, which the base class has
     num_outputs: int
 
     def __post_init__(self) -> None:
@@ -58,19 +58,17 @@ class Adapted:
                     "(label_size), or for each class"
                 )
 
-    @property
-    def name(self) -> str:
-        """The name of the likelihood."""
-        return self.config.name
-
     @cached_property
     def num_classes(self) -> int | None:
         """The number K of classes; None for numbers."""
         return self.config.predict(torch.zeros(1, self.num_outputs)).num_classes
 
     @property
+    def predicts_numbers(self) -> bool:
+        return self.num_classes is None
+
+    @property
     def lacks(self) -> frozenset[str]:
-        """The needs of curvature that the likelihood does not meet: "draw", "fisher"."""
         if self.num_classes is not None:
             return frozenset()
         own = type(self.config)

@@ -92,6 +92,8 @@ class LikelihoodConfig:
     weighs_head: ClassVar[bool] = False
     """True if the likelihood changes the head's own, which then needs its own settings (``noise_std``)."""
 
+    advice: ClassVar[str] = ""
+    """The remedy if the log-likelihood becomes NaN or infinite in training: a sentence that names a setting."""
     instead_of_pipeline: ClassVar[str] = "call the model itself, which returns predictions and uncertainties"
     """The advice in place of a pipeline, in words."""
 
@@ -121,8 +123,6 @@ class CustomLikelihood(LikelihoodConfig, ABC):
 
     support: ClassVar[str] = "the finite numbers"
     """The permitted labels, in words."""
-    advice: ClassVar[str] = ""
-    """The remedy if the log-likelihood becomes NaN or infinite in training: a sentence that names a setting."""
 
     @property
     def num_outputs(self) -> int | None:

@@ -12,7 +12,7 @@ preferences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
@@ -44,7 +44,7 @@ class BradleyTerry(LikelihoodConfig):
 
 
 @dataclass(frozen=True)
-class Preferences:
+class Preferences(Likelihood):
     """The likelihood of pairs, given the rewards [..., 2] of their texts.
 
     Attributes:
@@ -52,14 +52,8 @@ class Preferences:
         texts_per_row: the number of texts in a row of the data.
     """
 
-    predicts_classes: ClassVar[bool] = False
-    texts_per_row: ClassVar[int] = 2
-    config: LikelihoodConfig
-
-    @property
-    def name(self) -> str:
-        """The name of the likelihood."""
-        return self.config.name
+    texts_per_row = 2
+    config: LikelihoodConfig = field()  # field(): without a default, which the base class has
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         return _CHOICE.log_prob(logits, labels)

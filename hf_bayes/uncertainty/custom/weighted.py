@@ -9,7 +9,7 @@ The labels carry the weight: they are [..., D + 1], the numbers of the label and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.base import CustomLikelihood, LikelihoodConfig
-from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
+from hf_bayes.uncertainty.likelihoods import Likelihood
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Weighted(LikelihoodConfig):
         return (self.column,)
 
     @property
-    def advice(self) -> str:
+    def advice(self) -> str:  # type: ignore[override]
         """The remedy if the log-likelihood is not finite."""
         return "" if self.of is None else self.of.advice
 
@@ -59,31 +59,38 @@ class Weighted(LikelihoodConfig):
 
 
 @dataclass(frozen=True)
-class WeightedRows:
+class WeightedRows(Likelihood):
     """The weighted form of a likelihood, for labels [..., D + 1] whose last number is the weight.
 
     The Fisher information of a term needs its weight, which the outputs do not hold. So curvature is available as
-    empirical Fisher matrices only, whose scores are of labels with weights.
+    empirical Fisher matrices only, whose scores are of labels with weights. ``noise_std`` is None: fits of the noise
+    count residuals without weights.
 
     Attributes:
         config: the settings.
         inner: the likelihood that is weighted.
     """
 
-    predicts_classes: ClassVar[bool] = False
-    lacks: ClassVar[frozenset[str]] = frozenset({"draw", "fisher"})
-    config: Weighted
+    lacks = frozenset({"draw", "fisher"})
+    config: Weighted = field()  # field(): without a default, which the base class has
     inner: Likelihood
 
     @property
-    def name(self) -> str:
-        """The name of the likelihood."""
-        return self.config.name
+    def predicts_classes(self) -> bool:
+        return self.inner.predicts_classes
+
+    @property
+    def predicts_numbers(self) -> bool:
+        return self.inner.predicts_numbers
+
+    @property
+    def has_check(self) -> bool:
+        return self.inner.has_check
 
     def parts(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return labels as the inner likelihood takes them, and weights [...]."""
         inner, weights = labels[..., :-1], labels[..., -1]
-        if isinstance(self.inner, Categorical) or getattr(self.inner, "num_classes", None) is not None:
+        if not (self.inner.predicts_numbers or self._takes_columns):  # the index of a class
             return inner[..., 0].long(), weights
         return inner[..., 0] if inner.shape[-1] == 1 and not self._takes_columns else inner, weights
 
@@ -142,9 +149,7 @@ class WeightedRows:
         return True
 
     def check(self, logits: Tensor, labels: Tensor) -> None:
-        """Check the inner likelihood, see ``Adapted.check``."""
-        if isinstance(self.inner, Adapted):
-            self.inner.check(logits, self.parts(labels)[0])
+        self.inner.check(logits, self.parts(labels)[0])
 
 
 def without_weights(likelihood: Likelihood) -> Likelihood:

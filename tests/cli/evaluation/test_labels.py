@@ -9,8 +9,7 @@ from torch import Tensor
 from hf_bayes.cli.evaluation.labels import LABEL_CASE, scored_labels
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictives.custom import of_gaussian
-from hf_bayes.uncertainty.likelihoods import Bernoulli
-from hf_bayes.uncertainty.several_labels import decompose_labels
+from hf_bayes.uncertainty.several_labels import Bernoulli, decompose_labels
 from tests.cli.evaluated import NUM_ROWS, SENTENCES, found_by, inputs_of, members_of, write_rows
 from tests.tiny_models import tiny_bert
 

@@ -26,7 +26,7 @@ from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.uncertainty.custom.poisson import Poisson
-from hf_bayes.uncertainty.likelihoods import Bernoulli
+from hf_bayes.uncertainty.several_labels import Bernoulli
 from tests.posteriors.storage.test_read import as_hub_cache
 from tests.runs import label_rows, trainer
 from tests.tiny_models import EOS, batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora

@@ -15,8 +15,8 @@ from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.predictives.built_in import GaussianNumbers, MemberNumbers, of_head_gaussian
 from hf_bayes.uncertainty.gaussian_links import LINKS
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Normal
-from hf_bayes.uncertainty.several_labels import decompose_labels
+from hf_bayes.uncertainty.likelihoods import Normal
+from hf_bayes.uncertainty.several_labels import Bernoulli, decompose_labels
 from tests import runs
 from tests.members.reference import scattered, separate_logits
 from tests.models.trained import run

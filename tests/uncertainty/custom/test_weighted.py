@@ -10,8 +10,10 @@ from torch import Tensor
 
 from hf_bayes.uncertainty.custom.adapted import Adapted
 from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
 from hf_bayes.uncertainty.custom.weighted import Weighted, WeightedRows
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, Normal
+from hf_bayes.uncertainty.several_labels import Bernoulli
 
 HEADS: dict[str, tuple[Likelihood, Tensor]] = {
     "classes": (Categorical(), torch.tensor([2, 0, -100])),
@@ -41,6 +43,21 @@ def test_a_weight_multiplies_log_likelihood_and_score(name: str) -> None:
     expected = weights[terms, None] * inner.score(outputs[terms], labels[terms])
     assert torch.allclose(found.score(outputs[terms], joined[terms]), expected)
     assert tuple(joined.shape) in found.label_shapes(tuple(outputs.shape))
+
+
+@pytest.mark.parametrize(
+    ("inner", "classes", "numbers"),
+    [
+        (Categorical(), True, False), (Bernoulli(), False, False), (Normal(0.5), False, True),
+        (Adapted(Ordinal(num_classes=3), 2), False, False), (Adapted(Heteroscedastic(), 2), False, True),
+    ],
+)  # fmt: skip
+def test_weights_do_not_change_the_kind_of_labels(inner: Likelihood, classes: bool, numbers: bool) -> None:
+    for found in (inner, weighted(inner)):
+        assert (found.predicts_classes, found.predicts_numbers) == (classes, numbers)
+        assert found.has_check is isinstance(inner, Adapted)
+    assert weighted(inner).noise_std is None  # a fit of the noise would count residuals without weights
+    assert inner.noise_std == (0.5 if isinstance(inner, Normal) else None)
 
 
 def test_negative_and_missing_weights_are_outside() -> None:
