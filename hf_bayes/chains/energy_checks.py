@@ -28,7 +28,7 @@ def check_energy(values: Values, theta: Tensor, *, exact: bool, number: int) -> 
 
     Args:
         exact: the method is an exact kernel.
-        number: of this check in its run; it seeds the choice of the half.
+        number: the number of this check in its run; it seeds the choice of the half.
     Raises:
         ValueError: naming the chain whose energy changes most.
     """

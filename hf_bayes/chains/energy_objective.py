@@ -39,12 +39,14 @@ class EnergyObjective:
     """The user's energy as an objective of a run.
 
     Args:
-        energy: U; if the prior is given separately, minus the log-likelihood alone.
+        energy: the energy U; if the prior is given separately, minus the log-likelihood alone.
         batched: the energy is an unbiased estimate from a batch.
         form: the form of theta that the energy takes.
-        all_batches: yields the batches of one pass over the data; None if the energy sees all data in every call.
-        requirements: of the method. For a preconditioner the curvature is a Hessian with the absolute values of its
-            eigenvalues, or of its diagonal, above a floor. ``gradient_variance`` is estimated from two batches or more.
+        all_batches: a function that yields the batches of one pass over the data; None if the energy sees all data in
+            every call.
+        requirements: the requirements of the method. For a preconditioner the curvature is a Hessian with the absolute
+            values of its eigenvalues, or of its diagonal, above a floor. ``gradient_variance`` is estimated from two
+            batches or more.
 
     Attributes:
         is_exact: every call must see all data, so that a random energy is refused.

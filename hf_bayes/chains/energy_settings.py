@@ -2,10 +2,10 @@
 
 * A sampler begins with AdamW and then finds its step size in whitened coordinates (``sgmcmc.whitening``). The curvature
   is the Hessian with the absolute values of its eigenvalues; of many parameters, the absolute value of its diagonal.
-* An optimiser, and the warm start of a sampler, take the rate of AdamW that reaches the lowest energy in a trial. An
-  energy may be written for M chains, so the rates are tried one after the other. All M chains try each rate for n
-  updates on the same batches, and the rate falls linearly to 0. As in a trainer, a run of N updates gets
-  best * sqrt(n / N). A rate at which the energy is not finite, or raises outside its support, is out of the trial.
+* An optimiser, and the warm start of a sampler, take the rate of AdamW that reaches the lowest energy in a trial
+  (``try_rates``). All M chains try each rate for n updates on the same batches, and the rate falls linearly to 0. As in
+  a trainer, a run of N updates gets best * sqrt(n / N). A rate at which the energy is not finite, or raises outside its
+  support, is out of the trial.
 * A kernel that adapts its step size in burn-in begins at ``FIRST_STEP``.
 """
 
@@ -20,16 +20,19 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hf_bayes.chains.objective import Objective
-from hf_bayes.chains.own_rate import MAX_UPDATES, MIN_UPDATES, best_rate, choose_settings, last_third
+from hf_bayes.chains.own_settings import MAX_UPDATES, best_rate, choose_settings, last_third, with_stated_warm_start
 from hf_bayes.chains.run import Run
 from hf_bayes.chains.support import is_outside_support
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.core.types import Problem
-from hf_bayes.methods.registry import adamw_rule, with_stated_warm_start, with_whitening
+from hf_bayes.methods.registry import adamw_rule, with_whitening
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """The rates of a trial. An update of AdamW moves every element of theta by about the rate."""
+
+MIN_UPDATES = 6
+"""The smallest number of updates at each rate of a trial. With fewer, rates differ by noise only."""
 
 TRIAL_SHARE = 0.1
 """The length of a trial, as a share of the run, unless each rate then has fewer than ``MIN_UPDATES`` updates."""
@@ -48,7 +51,8 @@ class EnergySettings(NamedTuple):
     Attributes:
         method: the config, with numbers in place of settings that were left open.
         learning_rate: the peak, or a schedule; None if the method finds a step size of its own during the run.
-        burn_in: as the user gave it, or as the method chose it together with its warm start.
+        burn_in: the burn-in (an int: updates; a float: a share of the run) of the user, or of the method, which chooses
+            it together with its warm start.
     """
 
     method: MethodConfig
@@ -56,25 +60,25 @@ class EnergySettings(NamedTuple):
     burn_in: float
 
 
-Trial = Callable[[int], float]
+FindRate = Callable[[int], float]
 """updates of AdamW in the run -> its learning rate."""
 
 
-def settle(
+def settle_energy(
     method: MethodConfig,
     learning_rate: float | Callable[[int], float] | None,
     *,
     dim: int,
     num_steps: int,
     burn_in: float,
-    trial: Trial,
+    find_rate: FindRate,
 ) -> EnergySettings:
     """Return the settings of a run of ``num_steps`` updates.
 
     Args:
         dim: d, the number of parameters.
-        method, learning_rate, burn_in: as the user gave them.
-        trial: a function that tries rates of AdamW; it is called only if a rate is needed.
+        method, learning_rate, burn_in: the arguments of ``sample``.
+        find_rate: a function that tries rates of AdamW and returns the best; it is called only if a rate is needed.
     Raises:
         ValueError: if the method needs a learning rate, or has no update after its warm start.
     """
@@ -89,7 +93,7 @@ def settle(
         method = _whitened(method, burn_in, dim)
     chosen = choose_settings(method, num_steps, burn_in=burned)
     if chosen.adamw_steps:
-        chosen = chosen.with_found(trial(chosen.adamw_steps))
+        chosen = chosen.with_found(find_rate(chosen.adamw_steps))
     if needs.learning_rate == "whitening":  # chosen together with the warm start
         assert chosen.method.burn_in is not None
         burn_in = chosen.method.burn_in
@@ -119,13 +123,18 @@ def try_rates(
 ) -> float:
     """Try ``RATES`` and return a learning rate for ``num_steps`` updates of AdamW.
 
+    The trial of a model, ``objectives.range_test``, cannot replace this one. There each member has a rate of its own,
+    all members begin at the same weights, and a member that is not finite is left out. Here each chain has a starting
+    point of its own, and an energy that raises has no value for any chain, so each rate needs a run of its own. A model
+    also keeps a usual rate unless another one is clearly better, but energies have no usual rate.
+
     Args:
         objective: the energy.
         start: [M, d] where the chains begin.
         problem: a run of the same energy.
         updates: the batches of each update.
-        num_steps: N.
-        prior_weight: see ``MethodConfig.prior_weight``.
+        num_steps: N, the updates that AdamW makes in the run.
+        prior_weight: the weight of the prior in the energy, see ``MethodConfig.prior_weight``.
     Raises:
         FloatingPointError: if the energy is not finite at the start, or in an update of every rate. In the same cases,
             an exception by which the energy refuses a point outside its support is raised as it is.

@@ -16,7 +16,7 @@ class NotFiniteError(FloatingPointError):
     """A number of a run that is not finite.
 
     Attributes:
-        what: its name.
+        what: the name of the number, such as "energy".
         step: the update, counted from 1.
         place: ", " and the name of the parameter; "" where there is none.
     """
@@ -35,7 +35,7 @@ def not_finite(
     """Return the error about numbers of some chains.
 
     Args:
-        advice: what to do; None takes that of ``words``.
+        advice: the end of the message, which says what to do; None takes the advice of ``words``.
     """
     named = f"chain {chains[0]}" if len(chains) == 1 else f"chains {', '.join(map(str, chains))}"
     advice = words.advice if advice is None else advice

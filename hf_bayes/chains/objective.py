@@ -16,8 +16,9 @@ class FailureWords(NamedTuple):
         value: the name of the objective's value, such as "energy".
         gradient: the name of its gradient.
         step: the name of an update, "step" or "update".
-        advice: what to do, after the colon.
-        cause: what may have happened, a sentence that ends the message; empty, or begins with a full stop and a space.
+        advice: the text after the colon, which says what to do.
+        cause: a sentence that ends the message and says what may have happened; it is empty, or begins with a full stop
+            and a space.
     """
 
     value: str

@@ -256,7 +256,7 @@ class Run(Generic[State]):
 
         Args:
             values: name for the message -> [M], or [M, ..., d].
-            advice: what to do; None takes the words of the objective.
+            advice: the end of the message, which says what to do; None takes the advice of the objective.
         """
         floats = {what: value for what, value in values.items() if value.is_floating_point()}
         if all_finite(floats.values()):

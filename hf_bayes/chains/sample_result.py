@@ -26,7 +26,7 @@ class SampleResult(Generic[Theta]):
         approximation: the result of the method, ``Draws`` or ``Gaussian``, over rows [d].
         info: name -> [num_steps, M], each update's diagnostics; NaN in updates that did not report the name.
         state: the last state (a NamedTuple of tensors).
-        aux: what the energy returned beside its value at the draws, [M, S, ...] or {name: [M, S, ...]}; None if it
+        aux: the values that the energy returned beside U at the draws, [M, S, ...] or {name: [M, S, ...]}; None if it
             returned only its value.
         report: name -> a value for each chain, from a pass over all data after the last update, if the method makes
             one. ``laplace`` reports the log evidence, the norm of the gradient, and the distance to the maximum of the
@@ -93,7 +93,7 @@ def stack_aux(found: list[Any]) -> Any:
     """Return the recorded values of all draws, [M, S, ...] or {name: [M, S, ...]}; None without any.
 
     Args:
-        found: what the energy returned beside its value at each draw, in one form (``Aux``).
+        found: the values that the energy returned beside U, one entry for each draw, all in one form (``Aux``).
     """
     if not found:
         return None

@@ -15,7 +15,7 @@ from hf_bayes.chains import sampling_plan as plan
 from hf_bayes.chains.doubts import warn_of_doubts
 from hf_bayes.chains.energy_checks import check_energy
 from hf_bayes.chains.energy_objective import EnergyObjective
-from hf_bayes.chains.energy_settings import settle, try_rates
+from hf_bayes.chains.energy_settings import settle_energy, try_rates
 from hf_bayes.chains.initial_state import with_initial_state
 from hf_bayes.chains.run import Run
 from hf_bayes.chains.sample_result import SampleResult, stack_aux, stack_info
@@ -110,13 +110,13 @@ def sample(
         all_batches=plan.one_pass(batches, num_steps * batches_per_step), requirements=method.requirements,
     )  # fmt: skip
 
-    def trial(steps: int) -> float:
+    def find_rate(steps: int) -> float:
         problem, _ = arrange(method, 1.0, burn_in=0)
         updates = _updates(batches, batches_per_step)
         return try_rates(objective, start, problem, updates, num_steps=steps, prior_weight=method.prior_weight)
 
-    method, learning_rate, burn_in = settle(
-        method, learning_rate, dim=start.shape[1], num_steps=num_steps, burn_in=burn_in, trial=trial
+    method, learning_rate, burn_in = settle_energy(
+        method, learning_rate, dim=start.shape[1], num_steps=num_steps, burn_in=burn_in, find_rate=find_rate
     )
     problem, rates = arrange(method, learning_rate, burn_in=burn_in)
     built = build(method, problem)

@@ -13,7 +13,6 @@ from hf_bayes.core.config import MethodConfig, check_schedules
 from hf_bayes.core.number_checks import is_finite_number
 from hf_bayes.core.requirements import Requirements, WhiteningStructure
 from hf_bayes.core.rng import chain_generators
-from hf_bayes.core.schedules import Linear, burn_in_steps
 from hf_bayes.core.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import BETA_1, MAPConfig, descend, warm_start, warm_start_kernel
@@ -35,7 +34,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
-from hf_bayes.methods.sgmcmc.whitening import num_measured, whiten
+from hf_bayes.methods.sgmcmc.whitening import whiten
 from hf_bayes.methods.variational.blob import BLoBConfig
 from hf_bayes.methods.variational.ekf import EKFConfig
 from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
@@ -72,13 +71,6 @@ METHODS: dict[str, type[MethodConfig]] = {
     "blob": BLoBConfig,
 }
 
-
-WARM_STEPS = 240
-"""The updates of AdamW before a sampler that finds its own step size. In a run below 480 updates they are half of it:
-with less, chains start far from a mode, and noise does not bring them there. In one above 960 they are a quarter."""
-
-SETTLING_SHARE = 0.15
-"""The least share of a run between such a warm start and the first draw."""
 
 NUM_NAMED = 3
 """The largest number of methods that an error message names."""
@@ -147,37 +139,6 @@ def generators_of(config: MethodConfig, problem: Problem, seed: int, num_chains:
     return chain_generators(seed, num_chains, mirrored=mirrors_chains(config, problem), **options)
 
 
-def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = True) -> MethodConfig:
-    """Return the config of a run without a learning rate, with the settings that the method chooses for it.
-
-    A sampler that whitens its coordinates begins with AdamW, for ``WARM_STEPS`` unless ``warm_start_steps`` says
-    otherwise. The step size of an optimiser falls linearly to 0, unless it has a schedule, averages its iterates, or
-    ``falls`` is False.
-
-    Raises:
-        ValueError: if the method needs a learning rate.
-    """
-    own = config.requirements.learning_rate
-    if own == "whitening" and config.schedule is not None:
-        raise ValueError(
-            f"{config.name} with schedule={config.schedule.name!r} needs a learning_rate, the peak of the schedule, "
-            "got None: give one, or leave the schedule out"
-        )
-    if own == "given":
-        finds = ("whitening", "range_test", "from_length")
-        finding = names_with(lambda needs: needs.learning_rate in finds)
-        raise ValueError(
-            f"{config.name} with these settings needs a learning_rate, got None: give one, or use a method that finds "
-            f"one itself ({finding})"
-        )
-    if own in ("unused", "from_length"):
-        return config
-    if own == "range_test":
-        falls = falls and config.requirements.rate_falls and config.schedule is None
-        return replace(config, schedule=Linear()) if falls else config
-    return _with_warm_start(config, num_steps)
-
-
 def with_whitening(config: MethodConfig, structure: WhiteningStructure) -> MethodConfig:
     """Return the config of a sampler that whitens its coordinates by a curvature of this structure."""
     assert isinstance(config, LangevinConfig)  # as ``Requirements.learning_rate`` says
@@ -195,39 +156,6 @@ def with_batch_posterior(config: MethodConfig, batch_fraction: float) -> MethodC
         return config
     tempered: dict[str, Any] = {setting: False, "temper": "likelihood", "temperature": 1 / batch_fraction}
     return replace(config, **tempered)
-
-
-def with_stated_warm_start(config: MethodConfig, burn_in: int) -> MethodConfig:
-    """Return the config with the length of its warm start: one that has a rate and no length lasts for burn-in.
-
-    Samplers without a learning rate choose another length (``with_own_settings``).
-
-    Args:
-        burn_in: the updates of burn-in.
-    Raises:
-        ValueError: if that is no update.
-    """
-    if config.warm_start_learning_rate is None or config.warm_start_steps is not None:
-        return config
-    if burn_in == 0:
-        raise ValueError(
-            f"warm_start_learning_rate={config.warm_start_learning_rate} of {config.name} is for a warm start that "
-            "lasts for burn-in, which has no updates here: give burn_in or warm_start_steps, or leave it out"
-        )
-    return replace(config, warm_start_steps=burn_in)
-
-
-def _with_warm_start(config: MethodConfig, num_steps: int) -> MethodConfig:
-    """Return the config of a sampler that whitens, with the lengths of warm start and burn-in."""
-    warm, burn_in = config.warm_start_steps, config.burn_in
-    if warm is None:
-        warm = max(num_steps // 4, min(num_steps // 2, WARM_STEPS))
-        if burn_in is not None:
-            warm = min(warm, burn_in_steps(burn_in, num_steps) // 2)
-    if burn_in is None:
-        settling = max(int(SETTLING_SHARE * num_steps), num_measured(num_steps - warm) + 1)
-        burn_in = max(num_steps // 2, warm + settling)
-    return replace(config, warm_start_steps=warm, burn_in=burn_in)
 
 
 def adamw_rule(problem: Problem, *, prior_weight: float = 1.0, rates: Tensor | None = None) -> Rule[Any]:

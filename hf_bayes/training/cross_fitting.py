@@ -18,10 +18,11 @@ import torch
 from torch.utils.data import Subset
 from tqdm import tqdm
 
+from hf_bayes.chains.own_settings import with_own_settings
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.core.rng import generator
-from hf_bayes.methods.registry import from_dict, with_own_settings
+from hf_bayes.methods.registry import from_dict
 from hf_bayes.metrics.calibration import GroupSums
 from hf_bayes.models.calibrating import fit_to, heldout_sums, predicting_as_loaded
 from hf_bayes.objectives.data_rows import is_stream

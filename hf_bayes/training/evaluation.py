@@ -76,8 +76,8 @@ class Evaluator:
         """Run Trainer's evaluation loop, and add the metrics of the mixture to its output.
 
         Args:
-            loop: calls ``step`` for every batch.
-            prefix: of the metrics' names.
+            loop: Trainer's loop, which calls ``step`` for every batch.
+            prefix: the prefix of the metrics' names, such as "eval", without the underscore.
         """
         batches: list[dict[str, Tensor]] = []
         self._batches = batches

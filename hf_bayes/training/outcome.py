@@ -8,11 +8,10 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 
-from hf_bayes.diagnostics.comparison import difference_std_error
 from hf_bayes.diagnostics.plausibility import is_implausible
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.models.calibrating import predicting_as_loaded
@@ -26,32 +25,14 @@ from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.calibrating import calibrate, report_length
 from hf_bayes.training.checks.rows import refuse_overwritten_prior
 from hf_bayes.training.diagnosis import Diagnosis
-from hf_bayes.training.evaluation import EvaluationResult, Evaluator
-from hf_bayes.training.map_comparison import compare, map_of_run
+from hf_bayes.training.evaluation import Evaluator
+from hf_bayes.training.heldout_metrics import HeldOutEvaluation, heldout_evaluation, with_heldout_metrics
 from hf_bayes.training.reports.own_choices import report_departure
 from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.trainer_host import TrainerHost
 
-KEPT_METRICS = (
-    "nll", "accuracy", "ece", "brier", "total", "aleatoric", "epistemic", "member_nll", "perplexity", "ace", "mse",
-    "predictive_std", "epistemic_std",
-)  # fmt: skip
-"""Metrics of an evaluation that are saved with the posterior."""
-
-
-class HeldOutEvaluation(NamedTuple):
-    """An evaluation of the finished posterior on the trainer's own eval_dataset.
-
-    Attributes:
-        metrics: as ``evaluate`` returned them.
-        evaluations: the evaluation of each data set, by metric prefix.
-        limit: the limit of an infinite ensemble; None if the approximation is not draws.
-    """
-
-    metrics: dict[str, float]
-    evaluations: dict[str, EvaluationResult]
-    limit: dict[str, Any] | None
+NO_POSTERIOR = "there is no posterior yet: call train() first"
 
 
 class Outcome:
@@ -98,7 +79,7 @@ class Outcome:
         approximation = finished.approximation
         if isinstance(approximation, Draws):
             approximation = dataclasses.replace(approximation, theta=active.with_statistics(approximation.theta))
-        self.posterior = to_posterior(
+        posterior = self.posterior = to_posterior(
             setup.model,
             approximation,
             active.method,
@@ -117,23 +98,8 @@ class Outcome:
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
                 "num_chains or draws_per_chain"
             )
-        members = self.posterior.members().to(host.args.device)
-        setup.model.show(members, finished.member_group)
-        self._calibrate(self.posterior, active)
-
-    def _calibrate(self, posterior: Posterior, active: ActiveRun) -> None:
-        """Fit the temperature of the mixture; store it with the posterior, and let predictions use it."""
-        model = active.setup.model
-        with predicting_as_loaded(model, posterior):
-            found = calibrate(active)
-        if found is None:
-            return
-        active.host.say(found.describe())
-        report_length(active.method, found, active.host)
-        report_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
-        self.posterior = with_temperature(posterior, found.to_dict())
-        if found.prediction == "members":
-            model.show(model.current, model.member_group, found.temperature)
+        setup.model.show(posterior.members().to(host.args.device), finished.member_group)
+        self.posterior = _calibrated(posterior, active)  # set above, too: an error here must not lose the posterior
 
     def predicting(self) -> AbstractContextManager[None]:
         """Return the context in which the trainer's model predicts as one that is loaded from the posterior."""
@@ -142,22 +108,13 @@ class Outcome:
             return nullcontext()
         return predicting_as_loaded(self._setup.model, posterior)
 
-    def required(self) -> Posterior:
-        """Return the posterior.
-
-        Raises:
-            ValueError: before a run has ended.
-        """
-        if self.posterior is None:
-            raise ValueError("there is no posterior yet: call train() first")
-        return self.posterior
-
     def keep_evaluation(self, metrics: dict[str, float]) -> None:
-        """Store values for the next save: metrics, the ensemble's limit, and the rows to compare with MAP."""
-        evaluator, posterior = self.evaluator, self.required()
-        mirrored = bool(posterior.config.diagnostics.get("mirrored"))
-        limit = evaluator.ensemble_limit(evaluator.latest, posterior.approximation, mirrored=mirrored)
-        self.heldout = HeldOutEvaluation(metrics, evaluator.last, limit)
+        """Store an evaluation of the posterior on the trainer's own eval_dataset, for the next save.
+
+        Args:
+            metrics: the metrics that ``evaluate`` has returned.
+        """
+        self.heldout = heldout_evaluation(required(self.posterior, NO_POSTERIOR), self.evaluator, metrics)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -171,11 +128,11 @@ class Outcome:
             ValueError: before a run has ended, or if the directory is that of the posterior which is the prior.
         """
         refuse_overwritten_prior(self._setup.inherited, directory)
-        posterior, active = self.required(), required(active)
+        posterior, active = required(self.posterior, NO_POSTERIOR), required(active)
         host, mesh = active.host, active.setup.mesh
         if host.eval_dataset is not None and not posterior.config.metrics:
             try:
-                posterior = self.posterior = self._with_metrics(posterior, active)
+                posterior = self.posterior = self._evaluated(posterior, active)
             except Exception as error:  # the draws are worth more than their figures
                 if mesh.num_processes > 1:  # the others may wait in the evaluation for this process
                     raise
@@ -185,6 +142,14 @@ class Outcome:
             posterior = self.posterior = dataclasses.replace(posterior, sidecars=sidecars)
         first, card = mesh.data_rank == 0, self.card or CardFields()
         posterior.save_pretrained(directory, repo_id=host.args.hub_model_id, group=mesh, contributes=first, **card)
+
+    def _evaluated(self, posterior: Posterior, active: ActiveRun) -> Posterior:
+        """Return the posterior with its held-out metrics. Evaluate it first if that was not done after the run."""
+        if self.heldout is None:
+            with self.predicting():
+                self.keep_evaluation(active.host.measure("eval"))
+        assert self.heldout is not None
+        return with_heldout_metrics(posterior, active, self.evaluator, self.heldout)
 
     def push(
         self,
@@ -202,13 +167,14 @@ class Outcome:
 
         Args:
             host: the trainer.
-            save: writes the posterior; every process calls it.
+            save: a function that writes the posterior; every process calls it.
             blocking: False returns at once, while the upload goes on.
-            private: whether a new repository is (``args.hub_private_repo`` by default).
-            token: ``args.hub_token`` by default.
+            private: True makes a new repository private (``args.hub_private_repo`` by default).
+            commit_message: the message of the commit; None takes the usual one.
+            token: an access token of the Hub (``args.hub_token`` by default).
             revision: a branch, made if it is not there, or a pull request such as refs/pr/1 (``args.hub_revision`` by
                 default).
-            card: license, language, datasets (or dataset_tags), tags and model_name of the model card.
+            card: fields of the model card: license, language, datasets (or dataset_tags), tags and model_name.
         Returns:
             The commit, a text with its address, or its future if not blocking; None in all processes but the first.
         """
@@ -217,7 +183,7 @@ class Outcome:
         if not host.is_first_process:
             return None
         args, whole = host.args, self._setup.mesh.chain_size == 1
-        posterior = self.required() if whole else Posterior.from_pretrained(host.directory)
+        posterior = required(self.posterior, NO_POSTERIOR) if whole else Posterior.from_pretrained(host.directory)
         push = partial(
             posterior.push_to_hub,
             args.hub_model_id or Path(host.directory).absolute().name,
@@ -238,59 +204,21 @@ class Outcome:
         if args.should_save and (Path(host.directory) / storage.MANIFEST).exists():
             write_card(host.directory, repo_id=args.hub_model_id, **self.card)
 
-    def _with_metrics(self, posterior: Posterior, active: ActiveRun) -> Posterior:
-        """Add the held-out metrics of the posterior and the NLL of a MAP estimate."""
-        if self.heldout is None:
-            with self.predicting():
-                self.keep_evaluation(active.host.measure("eval"))
-        assert self.heldout is not None
-        metrics = self.heldout.metrics
-        sets = [f"{name}_" if name else "" for name in active.host.eval_sets]
-        if empty := [name for name in sets if f"eval_{name}nll" not in metrics]:
-            active.host.warn(
-                "no likelihood term in eval_dataset%s, so the posterior is saved without its metrics: it has no row "
-                "(dataloader_drop_last leaves out a batch that is not full), no labels, or all of them are -100",
-                "".join(f" {name[:-1]!r}" for name in empty if name),
-            )
-        sets = [name for name in sets if name not in empty]
-        if not sets:
-            return posterior
-        names = [name + metric for name in sets for metric in KEPT_METRICS]
-        found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
-        found |= self._beside_map(posterior, active, sets, found)
-        last, limit, trace = sets[-1], self.heldout.limit, posterior.trace  # the set that was evaluated last
-        if limit is not None:
-            found |= {f"{last}limit_nll": limit["limit"], f"{last}limit_nll_std_error": limit["std_error"]}
-            trace = {**(trace or {}), "risk": {**limit, "eval_set": last[:-1]} if last else limit}
-        config = dataclasses.replace(posterior.config, metrics=found)
-        return dataclasses.replace(posterior, config=config, trace=trace)
 
-    def _beside_map(
-        self, posterior: Posterior, active: ActiveRun, sets: list[str], found: dict[str, float]
-    ) -> dict[str, float]:
-        """Return the NLL of a MAP estimate on each data set, and the standard error of the difference."""
-        point = map_of_run(posterior, active)
-        if point is None:
-            return {}
-        assert self.heldout is not None
-        point = active.with_statistics(point)
-        rival = None
-        if posterior.config.calibration:  # as for the posterior: what cannot be fitted has been said already
-            with active.setup.model.showing(point):
-                rival = calibrate(active)
-        with active.setup.model.showing(point, temperature=1.0 if rival is None else rival.temperature):
-            alone = active.host.measure("map")
-        figures = {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
-        for name in sets:
-            of = f"_{name[:-1]}" if name else ""
-            rows, map_rows = self.heldout.evaluations[f"eval{of}"].rows, self.evaluator.last[f"map{of}"].rows
-            assert rows is not None
-            assert map_rows is not None
-            error = difference_std_error(rows, map_rows)
-            figures |= {} if error is None else {f"{name}map_nll_difference_std_error": error}
-            nll, map_nll = found[f"{name}nll"], figures[f"{name}map_nll"]
-            compare(active.host, name, nll, map_nll, error, method=active.method)
-        return figures
+def _calibrated(posterior: Posterior, active: ActiveRun) -> Posterior:
+    """Return the posterior with the temperature of its mixture, if one can be fitted; predictions use it, too."""
+    model = active.setup.model
+    with predicting_as_loaded(model, posterior):
+        found = calibrate(active)
+    if found is None:
+        return posterior
+    active.host.say(found.describe())
+    report_length(active.method, found, active.host)
+    report_departure(active.method.name, posterior.config.diagnostics, found.nll, active.host)
+    calibrated = with_temperature(posterior, found.to_dict())
+    if found.prediction == "members":
+        model.show(model.current, model.member_group, found.temperature)
+    return calibrated
 
 
 def _report_stop(active: ActiveRun) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from peft import PeftConfig
@@ -14,6 +16,7 @@ from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
 from hf_bayes.members.mesh import ChainMesh
+from hf_bayes.methods.recommended import recommended
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited, inherit
@@ -28,7 +31,7 @@ from hf_bayes.training.checks.host_trainers import config_kept
 from hf_bayes.training.checks.memory import require_memory
 from hf_bayes.training.checks.rows import refuse_other_priors, refuse_other_weights, refuse_overwritten_prior
 from hf_bayes.training.prepared_model import prepared, unit_of
-from hf_bayes.training.reports.own_choices import recommended_method
+from hf_bayes.training.trainer_host import eval_sets, expected_updates, heldout_name
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.likelihoods import Likelihood
@@ -41,12 +44,12 @@ class Setup(NamedTuple):
     """The settings of a trainer.
 
     Attributes:
-        model: attached.
-        method: as the user gave it, or the recommended one.
-        subspace: see ``hf_bayes.core.layout.select``.
-        mesh: the processes.
+        model: the attached model.
+        method: the method that the user gave, or the recommended one.
+        subspace: the name or pattern of the random parameters, see ``hf_bayes.core.layout.select``.
+        mesh: the processes, arranged by chains and data.
         inherited: the posterior that is the prior; None under the method's own prior.
-        start: [d], the weights that chains start around.
+        start: [d] the weights around which chains start.
         likelihood: the likelihood of the labels, before anything is fitted.
     """
 
@@ -79,9 +82,9 @@ def set_up(
     """Check the arguments of a trainer, and yield its settings. If the block raises, the model is given back as it was.
 
     Args:
-        method: None takes the recommended method.
+        method: the method; None takes the recommended one (``recommended_method``).
         kwargs: the other arguments for the host trainer's ``__init__``. A model given by name adds its tokenizer.
-        likelihood: of the labels; None takes the one that belongs to the head's configuration.
+        likelihood: the likelihood of the labels; None takes the one that belongs to the head's configuration.
     Raises:
         ValueError: for arguments, a model, a prior or a launch with which the method would not sample the posterior
             of this model.
@@ -121,6 +124,42 @@ def set_up(
         bayesian.members_per_pass = args.members_per_pass
         with config_kept(bayesian.core.config):
             yield Setup(bayesian, method, subspace, mesh, inherited, start, bayesian.likelihood)
+
+
+def recommended_method(
+    unit: str, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool
+) -> tuple[MethodConfig, float | None]:
+    """Return the method of a run for which none was given, and the learning rate of this run; log which method.
+
+    Without a method, a learning rate in ``args`` is the rate of AdamW, as in plain fine-tuning. A sampler takes it for
+    its warm start, and the run then has no other rate.
+
+    Args:
+        unit: the unit of a likelihood term (``Task.unit``).
+        args: the training arguments of the user, not checked yet.
+        train_dataset, eval_dataset: the data sets of the user, not checked yet.
+        inherits: True if the prior is another posterior.
+    Returns:
+        The method, and the learning rate (None: the method finds its own).
+    """
+    name = heldout_name(eval_dataset)
+    rows = None if name is None else eval_sets(eval_dataset)[name]
+    count = len(rows) if isinstance(rows, Sized) else None
+    found, words = recommended(
+        count,
+        num_updates=expected_updates(args, train_dataset),
+        unit=unit,
+        num_processes=getattr(args, "world_size", 1),
+        inherits=inherits,
+        packs=getattr(args, "packing", False),
+    )
+    rate = args.learning_rate
+    if rate is not None and found.requirements.learning_rate == "whitening":
+        found = replace(found, warm_start_learning_rate=rate)
+        words, rate = f"{words}; learning_rate={rate:g} is that of its warm start by AdamW", None
+    if getattr(args, "process_index", 0) == 0:
+        logging.getLogger("hf_bayes.training.trainer").warning(words)
+    return found, rate
 
 
 def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) -> None:

@@ -29,7 +29,7 @@ from hf_bayes.training.checks.host_trainers import likelihood_for, refuse_foreig
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.dpo_reference import reference_given
 from hf_bayes.training.evaluation import Step
-from hf_bayes.training.outcome import Outcome
+from hf_bayes.training.outcome import NO_POSTERIOR, Outcome
 from hf_bayes.training.private_hooks import PrivateHooks
 from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.session import begin, required, take_data
@@ -122,7 +122,7 @@ class BayesianTrainerMixin(PrivateHooks):
     @property
     def posterior(self) -> Posterior:
         """The result of ``train``; with several processes, the draws of the chains of this process."""
-        return self.outcome.required()
+        return required(self.outcome.posterior, NO_POSTERIOR)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's ``train``; afterwards ``posterior`` holds the result, and evaluation and prediction use it.

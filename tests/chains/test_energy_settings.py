@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.energy_settings import FIRST_STEP, MAX_DENSE, RATES, settle
+from hf_bayes.chains.energy_settings import FIRST_STEP, MAX_DENSE, RATES, settle_energy
 from hf_bayes.chains.sampling import sample
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
@@ -150,23 +150,23 @@ def test_optimisers_and_natural_gradients_need_no_learning_rate() -> None:
 def test_settings_depend_on_the_method_and_the_run() -> None:
     asked: list[int] = []
 
-    def trial(steps: int) -> float:
+    def find_rate(steps: int) -> float:
         asked.append(steps)
         return 0.3
 
-    def settled(method: MethodConfig, burn_in: float = 0) -> Any:
-        return settle(method, None, dim=3, num_steps=1000, burn_in=burn_in, trial=trial)
+    def settings_of(method: MethodConfig, burn_in: float = 0) -> Any:
+        return settle_energy(method, None, dim=3, num_steps=1000, burn_in=burn_in, find_rate=find_rate)
 
-    assert settled(HMCConfig(), burn_in=0.5).learning_rate == FIRST_STEP
-    assert settled(HMCConfig(step_size=0.2)).learning_rate == 1.0
-    assert settled(IVONConfig()).learning_rate == pytest.approx(1000**-0.5)
+    assert settings_of(HMCConfig(), burn_in=0.5).learning_rate == FIRST_STEP
+    assert settings_of(HMCConfig(step_size=0.2)).learning_rate == 1.0
+    assert settings_of(IVONConfig()).learning_rate == pytest.approx(1000**-0.5)
     assert asked == []
-    assert settled(MAPConfig()).learning_rate == 0.3
-    assert settled(SGHMCConfig()).method.warm_start_learning_rate == 0.3
-    assert settled(SGHMCConfig(warm_start_learning_rate=0.1)).method.warm_start_learning_rate == 0.1
+    assert settings_of(MAPConfig()).learning_rate == 0.3
+    assert settings_of(SGHMCConfig()).method.warm_start_learning_rate == 0.3
+    assert settings_of(SGHMCConfig(warm_start_learning_rate=0.1)).method.warm_start_learning_rate == 0.1
     assert asked == [1000, 250]
-    assert settled(SGHMCConfig(), burn_in=600).method.burn_in == 600
-    assert settle(SGHMCConfig(), 0.1, dim=3, num_steps=10, burn_in=0, trial=trial).learning_rate == 0.1
+    assert settings_of(SGHMCConfig(), burn_in=600).method.burn_in == 600
+    assert settle_energy(SGHMCConfig(), 0.1, dim=3, num_steps=10, burn_in=0, find_rate=find_rate).learning_rate == 0.1
 
 
 def test_rates_at_which_the_energy_is_not_finite_are_left_out() -> None:
@@ -245,13 +245,13 @@ def test_a_warm_start_needs_no_learning_rate(method: MethodConfig) -> None:
 
 
 def test_a_kernel_adapts_after_its_warm_start() -> None:
-    def settled(method: MethodConfig) -> Any:
-        return settle(method, None, dim=3, num_steps=100, burn_in=0.5, trial=lambda steps: 0.3)
+    def settings_of(method: MethodConfig) -> Any:
+        return settle_energy(method, None, dim=3, num_steps=100, burn_in=0.5, find_rate=lambda steps: 0.3)
 
-    assert settled(HMCConfig(warm_start_steps=49)).learning_rate == FIRST_STEP
+    assert settings_of(HMCConfig(warm_start_steps=49)).learning_rate == FIRST_STEP
     for warm in ({"warm_start_steps": 50}, {"warm_start_learning_rate": 0.1}):  # no update of burn-in is left
         with pytest.raises(ValueError, match="hmc with these settings needs a learning_rate, got None"):
-            settled(HMCConfig(**warm))
+            settings_of(HMCConfig(**warm))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from hf_bayes.chains.sampling import sample
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Kernel, Rule
 from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.methods.registry import METHODS, build, from_dict, names_with, with_stated_warm_start
+from hf_bayes.methods.registry import METHODS, build, from_dict, names_with
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests.methods.conformance import (
     MEAN,
@@ -213,18 +213,6 @@ def test_build_refuses_problems_without_scale(row: Row, field: str) -> None:
 def test_a_warm_start_longer_than_burn_in_is_refused(row: Row) -> None:
     with pytest.raises(ValueError, match=r"warm_start_steps=6 count as burn-in, which is 5 of 10 updates"):
         build(dataclasses.replace(row.config, warm_start_steps=6), problem())
-
-
-def test_a_warm_start_with_a_rate_and_no_length_is_burn_in() -> None:
-    stated = SGHMCConfig(warm_start_learning_rate=0.1)
-    assert with_stated_warm_start(stated, 7) == dataclasses.replace(stated, warm_start_steps=7)
-    for other in (SGHMCConfig(), dataclasses.replace(stated, warm_start_steps=0)):
-        assert with_stated_warm_start(other, 0) == other
-
-
-def test_a_rate_of_a_warm_start_without_updates_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"warm_start_learning_rate=0.1 of sghmc .* burn-in, which has no"):
-        with_stated_warm_start(SGHMCConfig(warm_start_learning_rate=0.1), 0)
 
 
 @cold

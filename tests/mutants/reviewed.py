@@ -7,7 +7,7 @@ from tests.mutants.fault import Fault
 # fmt: off
 REVIEWED = (
     Fault("review: a control variate of rows that vary", "objectives/all_rows.py",
-          "or data is None or data.varies or", "or data is None or",
+          "if drops or data.varies or", "if drops or",
           ("objectives/test_all_rows.py::test_there_is_none_of_rows_that_vary",)),
     Fault("review: generators are restored after the first rows", "training/trainer.py",
           "if rows.stream is None and self.resumed_from is not None:", "if False:",
@@ -53,7 +53,7 @@ REVIEWED = (
           ("training/data/test_heldout_rows.py::test_rows_for_metrics_alone_are_checked_before_training",)),
     Fault("review: a failed evaluation loses the posterior", "training/outcome.py",
           "except Exception as error:  # the draws", "except KeyboardInterrupt as error:  # the draws",
-          ("training/test_metrics_of_a_save.py::test_a_failed_evaluation_loses_no_posterior",)),
+          ("training/test_heldout_metrics.py::test_a_failed_evaluation_loses_no_posterior",)),
     Fault("review: the temperature of all members goes with some of them", "posteriors/custom_generate.py",
           'fit["num_members"] in (None, len(theta))', "True",
           ("posteriors/test_custom_generate.py::test_figures_of_other_members_are_left_out",)),

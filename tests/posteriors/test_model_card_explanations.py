@@ -11,7 +11,7 @@ from hf_bayes.posteriors.model_card_explanations import (
     awaits_temperature,
     explanation,
 )
-from hf_bayes.training.outcome import KEPT_METRICS
+from hf_bayes.training.heldout_metrics import KEPT_METRICS
 
 
 def test_every_figure_is_explained() -> None:

@@ -8,14 +8,18 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import default_data_collator
 
 from hf_bayes import BayesianModelForSequenceClassification, fit_calibration
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.swag import SWAGConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
+from hf_bayes.methods.recommended import LEAST_UPDATES
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training import session
 from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.members.subject_models import resnet
 from tests.tiny_models import images, tiny_bert, tiny_llama, with_lora
@@ -120,3 +124,59 @@ def test_a_refused_run_leaves_the_statistics_of_batch_norms(
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert torch.equal(trainer.bayesian(**images(3)).logits, before)
+
+
+def test_without_a_method_held_out_rows_choose_the_temperature(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(40), "learning_rate": None}
+    few = runs.trainer(tmp_path, None, **given, eval_dataset=runs.label_rows(199), max_steps=120)
+    assert few.method == EnsembleConfig(num_chains=4)
+    assert "a deep ensemble of 4, because the temperature T of SGHMC is chosen on 200 held-out rows" in caplog.text
+    few.bayesian.detach()
+    heldout = {"heldout": Dataset.from_list(runs.label_rows(200, seed=1))}
+    least = {"max_steps": LEAST_UPDATES, "per_device_eval_batch_size": 100}
+    run = runs.trainer(tmp_path, None, **given, eval_dataset=heldout, **least)
+    assert "no method was given: SGHMC, and 200 held-out rows choose T" in caplog.text
+    run.train()
+    stored = run.posterior.config
+    assert stored.diagnostics["ladder_temperature"] == [1.0, 0.3, 0.1, 0.03]
+    assert stored.method["temperature"] in (1.0, 0.3, 0.1, 0.03)
+    at_last = stored.diagnostics["ladder_drawn_at"].count(stored.method["temperature"])
+    assert stored.num_members == 4 * max(at_last, 1)  # without draws from before a fall of T
+
+
+def test_without_a_method_a_short_run_trains_an_ensemble(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = {"train": runs.label_rows(40), "eval_dataset": runs.label_rows(200, seed=1)}
+    epochs = {"learning_rate": None, "max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 4}
+    run = runs.trainer(tmp_path, None, model=tiny_bert(), subspace="last_layer", **rows, **epochs)
+    assert run.method == EnsembleConfig(num_chains=4)
+    assert "a deep ensemble of 4, because the run has 30 updates, and SGHMC needs 107" in caplog.text
+    run.train()
+    assert run.posterior.config.num_members == 4
+
+
+def test_a_rate_without_a_method_is_that_of_adamw(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A script for plain fine-tuning keeps its learning rate, and the sampler still finds its own step size."""
+    saves = {"save_strategy": "steps", "save_steps": 80}
+    args = runs.arguments(tmp_path, learning_rate=0.02, max_steps=120, **saves)
+    rows = {"train_dataset": runs.token_rows(16), "eval_dataset": runs.token_rows(40, seed=1)}
+    sets = {name: Dataset.from_list(part) for name, part in rows.items()}
+    given = {"args": args, "data_collator": default_data_collator, **sets}
+    run = BayesianTrainer(with_lora(tiny_llama()), **given)
+    run.train()
+    assert "; learning_rate=0.02 is that of its warm start by AdamW" in caplog.text
+    assert args.learning_rate == 0.02
+    assert run.adamw_learning_rate == run.method.warm_start_learning_rate == 0.02
+    assert run.method.num_warm_start_steps == 60
+    assert bool((run.run.state.step_size > 0).all())
+    again = BayesianTrainer(with_lora(tiny_llama()), **given)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-80"))
+    assert all(torch.equal(a, b) for a, b in zip(run.run.draws, again.run.draws, strict=True))
+
+
+def test_a_rate_without_a_method_is_that_of_an_ensemble(tmp_path: Path) -> None:
+    run = runs.trainer(tmp_path, None, learning_rate=0.02, max_steps=4)
+    run.train()
+    assert run.method.name == "ensemble"
+    assert run.adamw_learning_rate == 0.02

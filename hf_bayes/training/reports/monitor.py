@@ -26,12 +26,12 @@ class Monitor:
     """Observations of the chains of this process.
 
     Args:
-        sizes: elements of each random tensor.
-        problem: burn-in of the run.
-        origin: [M, d] where the chains start.
-        warm_start: updates of a warm start.
+        sizes: the number of elements of each random tensor.
+        problem: the problem of the run.
+        origin: [M, d] the points where the chains start.
+        warm_start: the number of updates of a warm start.
         probe: a function from theta [M, d] to the values of the probe; None observes no probe.
-        probe_steps: number of updates between two evaluations of the probe.
+        probe_steps: the number of updates between two evaluations of the probe.
     Attributes:
         info: diagnostics of the last update, name -> [M].
         noise_info: diagnostics of the last update that had the gradient's variance (``NOISE_INFO``).

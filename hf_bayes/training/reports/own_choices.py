@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping, Sized
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,49 +11,14 @@ from torch import Tensor
 from hf_bayes.chains.run import StepRecord
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import FinalPassResult, Problem
-from hf_bayes.methods.recommended import recommended
 from hf_bayes.objectives.own_settings import Settings
-from hf_bayes.training.trainer_host import TrainerHost, eval_sets, expected_updates, heldout_name
+from hf_bayes.training.trainer_host import TrainerHost
 
 MAX_DEPARTURE = 1.1
 """The held-out NLL of the draws over that of the chosen rung, above which a run warns."""
 
 NOTABLE_GROWTH = 2.0
 """The growth of the variance of gradients above which a message is logged at the end of a run."""
-
-
-def recommended_method(
-    unit: str, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool
-) -> tuple[MethodConfig, float | None]:
-    """Return the method of a run for which none was given, and the learning rate of this run; log which method.
-
-    Without a method, a learning rate in ``args`` is the rate of AdamW, as in plain fine-tuning. A sampler takes it for
-    its warm start, and the run then has no other rate.
-
-    Args:
-        unit: the unit of a likelihood term (``Task.unit``).
-        args: as the user gave them, not checked yet.
-        train_dataset, eval_dataset: as the user gave them.
-        inherits: True if the prior is another posterior.
-    """
-    name = heldout_name(eval_dataset)
-    rows = None if name is None else eval_sets(eval_dataset)[name]
-    count = len(rows) if isinstance(rows, Sized) else None
-    found, words = recommended(
-        count,
-        num_updates=expected_updates(args, train_dataset),
-        unit=unit,
-        num_processes=getattr(args, "world_size", 1),
-        inherits=inherits,
-        packs=getattr(args, "packing", False),
-    )
-    rate = args.learning_rate
-    if rate is not None and found.requirements.learning_rate == "whitening":
-        found = replace(found, warm_start_learning_rate=rate)
-        words, rate = f"{words}; learning_rate={rate:g} is that of its warm start by AdamW", None
-    if getattr(args, "process_index", 0) == 0:
-        logging.getLogger("hf_bayes.training.trainer").warning(words)
-    return found, rate
 
 
 def report_trial(settings: Settings, host: TrainerHost) -> None:
@@ -69,18 +32,13 @@ def report_trial(settings: Settings, host: TrainerHost) -> None:
         host.say("%s: %s", what, settings.trial.describe())
 
 
-def settled(method: MethodConfig, result: FinalPassResult) -> MethodConfig:
-    """Return the config with what the run has found in place of what it began with."""
-    return replace(method, **result.fields) if result.fields else method
-
-
 def report_ladder(name: str, result: FinalPassResult, host: TrainerHost, *, sampled: bool) -> None:
     """Say which rung of a ladder the held-out rows have chosen, and if a lower one was better later.
 
     Args:
-        name: of the method.
-        result: of its final pass.
-        host: writes the message.
+        name: the name of the method.
+        result: the result of its final pass.
+        host: the trainer, which writes the message.
         sampled: False if the run was stopped before the first draw.
     """
     report = result.report
@@ -113,8 +71,10 @@ def report_departure(name: str, report: Mapping[str, Any], nll: float, host: Tra
     """Warn if the draws predict the held-out rows much worse than their chains did when a ladder's rung was chosen.
 
     Args:
-        report: diagnostics of the run. One that was stopped before its first draw has no draws to compare.
-        nll: nats per held-out term of the draws.
+        name: the name of the method.
+        report: the diagnostics of the run. A run that was stopped before its first draw has no draws to compare.
+        nll: the mean NLL of a held-out term under the draws, in nats.
+        host: the trainer, which writes the message.
     """
     best = min(report.get("ladder_nll") or [math.inf])
     if nll <= MAX_DEPARTURE * best or report.get("num_draws_before_stop") == 0:
@@ -142,8 +102,8 @@ def report_step_size(
         record: the record of an update (``has_choices``), with ``info`` of the chains of all processes.
         method: the method of the run.
         problem: the problem of the run.
-        updates_of_epoch: None if the data have no length.
-        host: writes the message.
+        updates_of_epoch: the number of updates in an epoch; None if the data have no length.
+        host: the trainer, which writes the message.
     """
     if "noise_growth" in record.info and record.step == problem.num_steps:
         _report_growth(record.info, method.name, host)

@@ -8,9 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_bayes.chains.own_rate import ChosenSettings, best_rate, choose_settings, last_third
+from hf_bayes.chains.own_settings import (
+    ChosenSettings,
+    best_rate,
+    choose_settings,
+    last_third,
+    settled,
+    with_stated_warm_start,
+)
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import Linear
+from hf_bayes.core.types import FinalPassResult
+from hf_bayes.distributions.approximations import Draws
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.averaging.swa import SWAConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
@@ -61,6 +70,24 @@ def test_a_warm_start_of_the_whole_run_is_refused(method: MethodConfig, steps: i
 def test_a_run_without_updates_has_no_rate() -> None:
     with pytest.raises(ValueError, match="ivon: 0 updates with warm_start_steps=0 leave none"):
         choose_settings(IVONConfig(), 0, burn_in=0)
+
+
+def test_a_warm_start_with_a_rate_and_no_length_is_burn_in() -> None:
+    stated = SGHMCConfig(warm_start_learning_rate=0.1)
+    assert with_stated_warm_start(stated, 7) == replace(stated, warm_start_steps=7)
+    for other in (SGHMCConfig(), replace(stated, warm_start_steps=0)):
+        assert with_stated_warm_start(other, 0) == other
+
+
+def test_a_rate_of_a_warm_start_without_updates_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"warm_start_learning_rate=0.1 of sghmc .* burn-in, which has no"):
+        with_stated_warm_start(SGHMCConfig(warm_start_learning_rate=0.1), 0)
+
+
+def test_the_last_pass_replaces_the_fields_that_it_found() -> None:
+    found = FinalPassResult(Draws(torch.zeros(1, 2), torch.tensor([0])), {}, fields={"temperature": 0.1})
+    assert settled(SGHMCConfig(num_chains=4), found) == SGHMCConfig(num_chains=4, temperature=0.1)
+    assert settled(SGHMCConfig(), found._replace(fields=None)) == SGHMCConfig()
 
 
 def test_losses_that_are_not_finite_are_the_largest() -> None:

@@ -4,12 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from transformers import EvalPrediction, TrainerCallback
 
 from hf_bayes.cli.diagnosis_figure import plot
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
+from tests.tiny_models import tiny_bert, with_lora
 from tests.training.trained import METRICS
 
 
@@ -95,3 +97,42 @@ def test_a_failed_evaluation_loses_no_posterior(tmp_path, monkeypatch, caplog):
     assert (trainer.callback_handler, trainer.compute_metrics) == kept
     trainer.save_model()
     assert "map_nll" in Posterior.from_pretrained(tmp_path).config.metrics
+
+
+def test_metrics_of_several_eval_sets_are_kept_by_name(tmp_path):
+    sets = {name: Dataset.from_list(runs.token_rows(3, seed=seed)) for seed, name in enumerate(("near", "far"))}
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2, warm_start_steps=2), eval_dataset=sets)
+    trainer.train()
+    trainer.save_model()
+    kept = trainer.posterior.config.metrics
+    assert {"near_nll", "far_nll", "near_map_nll", "far_map_nll", "far_epistemic"} <= kept.keys()
+
+
+@pytest.mark.parametrize("reason", ["no row", "no labels", "all ignored", "no full batch"])
+@pytest.mark.parametrize("several", [False, True])
+def test_held_out_rows_without_a_term_lose_no_posterior(tmp_path, caplog, reason, several):
+    rows = runs.label_rows(4, seed=1)
+    unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in rows]
+    empty = {
+        "no row": Dataset.from_list(rows).select([]),
+        "no labels": Dataset.from_list(unlabelled),
+        "all ignored": Dataset.from_list([{**row, "label": -100} for row in rows]),
+        "no full batch": Dataset.from_list(rows[:2]),
+    }[reason]
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2, warm_start_steps=2),
+        model=with_lora(tiny_bert()),
+        train=runs.label_rows(8),
+        eval_dataset={"near": Dataset.from_list(rows), "far": empty} if several else empty,
+        eval_strategy="steps",
+        eval_steps=3,
+        dataloader_drop_last=reason == "no full batch",
+    )
+    trainer.train()
+    trainer.save_model()
+    assert f"no likelihood term in eval_dataset{' ' + repr('far') if several else ''}, so" in caplog.text
+    assert runs.equal(Posterior.from_pretrained(tmp_path).approximation, trainer.posterior.approximation)
+    kept = trainer.posterior.config.metrics
+    assert not any(name.startswith("far_") for name in kept)
+    assert {"near_nll", "near_map_nll"} <= kept.keys() if several else not kept
