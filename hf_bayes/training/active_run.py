@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import SchedulerType
 
+from hf_bayes.chains.own_settings import settled
+from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
-from hf_bayes.core.types import Approximation, Problem
-from hf_bayes.diagnostics.informed_spread import InformedSpread
+from hf_bayes.core.types import Approximation, FinalPassResult, Problem
 from hf_bayes.distributions.approximations import Draws, Gaussian, joined
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.distributions.energy import IndependentPrior
@@ -22,8 +23,6 @@ from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods.registry import mirrors_chains
 from hf_bayes.models.statistics import with_statistics
 from hf_bayes.objectives.data_access import DataAccess
-from hf_bayes.objectives.drift import measure_drift
-from hf_bayes.objectives.informed_spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
 from hf_bayes.objectives.starting import start_run
 from hf_bayes.posteriors.tasks import TASKS
@@ -32,7 +31,7 @@ from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.data.varying import rows_vary
 from hf_bayes.training.reports.monitor import Monitor
-from hf_bayes.training.reports.own_choices import has_choices, report_ladder, report_step_size, settled
+from hf_bayes.training.reports.own_choices import has_choices, report_ladder, report_step_size
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.uncertainty.likelihoods import Normal
@@ -58,33 +57,47 @@ class Finished(NamedTuple):
 class ActiveRun:
     """One call of ``train``: the chains of this process, their objective, and their observations.
 
+    Args:
+        host: the trainer.
+        setup: its settings that do not change.
+        rows: its training rows.
+        found_rate: the learning rate that the run has found before it was interrupted; None finds one if none is given.
+        number: the number of the run on this trainer, from 0; None takes the next one.
     Attributes:
-        method: for batches of this size, with numbers in place of what was left open.
-        settings: the settings that the run chose by itself.
+        settings: the method that the run began with, and the settings that the run chose by itself.
+        result: the result of the method, with the approximation and the report of ``Finished``; None before the end.
         problem, prior: the problem and the prior that the method was built for.
         objective: the log-likelihood of the model on the training rows.
         run: the chains.
         monitor: the observations of the chains.
-        number: the number of the run on this trainer, from 0.
         rows_vary: rows of the training data differ each time they are read. For an optimiser this is not known.
         mirrored: every second chain takes minus the noise of the chain before it.
     """
 
-    def __init__(self, host: TrainerHost, setup: Setup, rows: TrainingRows, *, found_rate: float | None = None) -> None:
-        self.host, self.setup, self.rows, self._found_rate = host, setup, rows, found_rate
+    def __init__(
+        self,
+        host: TrainerHost,
+        setup: Setup,
+        rows: TrainingRows,
+        *,
+        found_rate: float | None = None,
+        number: int | None = None,
+    ) -> None:
+        self.host, self.setup, self.rows = host, setup, rows
+        rows.run_number = rows.num_runs if number is None else number
+        self.result: FinalPassResult | None = None
         model = setup.model
         self._pending: list[Any] = []  # micro-batches of the update that has begun
         model.members.context.batch_statistics = True  # also in evaluations during the run
         model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
         samples = rows.method.temperature > 0
         self.rows_vary = samples and rows.stream is None and rows_vary(*rows.data())
-        self._start(rows.num_runs)
+        self._start(found_rate)
 
-    def _start(self, number: int) -> None:
-        """Make the chains of run ``number``, whose noise and rows are its own."""
+    def _start(self, found_rate: float | None) -> None:
+        """Make the chains, with noise and rows of this run."""
         host, setup, rows = self.host, self.setup, self.rows
         args, model = host.args, setup.model
-        self.number = rows.run_number = number
         self.run, self.objective, self.prior, self.settings = start_run(
             model,
             rows.method,
@@ -105,11 +118,10 @@ class ActiveRun:
             prepare=host.prepare,
             data=self._data_access(),
             trial_updates=rows.shared_updates,
-            found_rate=self._found_rate,
+            found_rate=found_rate,
             falls=SchedulerType(args.lr_scheduler_type) == SchedulerType.CONSTANT,
             progress=not args.disable_tqdm and host.is_first_process,
         )
-        self.method = self.settings.method
         self.problem = self.run.problem
         self.mirrored = mirrors_chains(self.method, self.problem)
         copies = len(self.run.chains) if rows.shared else 1
@@ -126,11 +138,23 @@ class ActiveRun:
         )
         self.show_chains()
 
-    def resume(self, number: int) -> None:
-        """Become run ``number``, which a checkpoint holds. Nothing changes if it is this run already."""
-        if number != self.number:
-            self.objective.close()
-            self._start(number)
+    @property
+    def number(self) -> int:
+        """The number of the run on this trainer, from 0."""
+        return self.rows.run_number
+
+    @property
+    def method(self) -> MethodConfig:
+        """The config for batches of this size, with numbers in place of what was left open.
+
+        After the run it also has what the run has found, such as a temperature.
+        """
+        return self.settings.method if self.result is None else settled(self.settings.method, self.result)
+
+    @property
+    def was_fitted(self) -> bool:
+        """True if the finished run has found fields of its method: its result has another energy than its updates."""
+        return self.result is not None and bool(self.result.fields)
 
     def _data_access(self) -> DataAccess | None:
         """Return rows by number, for passes over the data: of a method, or of the diagnostics at the end."""
@@ -150,42 +174,12 @@ class ActiveRun:
         choose = partial(self.rows.first_terms, most_rows=most)
         return Probe(self.objective, choose, self.setup.start, seed=self.host.args.seed)
 
-    def informed_temperature(self, found: Approximation) -> InformedSpread | None:
-        """Return the temperature of a finished run in the directions that the data determine; None if not measured."""
-        plan = self._spread_plan(found)
-        return None if plan is None else measure_spread(self.objective, plan, seed=self.host.args.seed)
-
-    def drift(self, found: Approximation) -> float | None:
-        """Return ``Measurements.epistemic_drift`` of a finished run; None if not measured."""
-        plan, temperature = self._spread_plan(found), self.method.temperature or 1.0
-        if plan is None:
-            return None
-        return measure_drift(self.objective, plan, seed=self.host.args.seed, temperature=temperature)
-
-    def _spread_plan(self, found: Approximation) -> SpreadPlan | None:
-        """Return what to measure of a finished run; None if its energy is not known, or it has no draws."""
-        method, settings = self.method, self.settings.method
-        if method != settings or method.requirements.fits_prior:
-            return None  # the run has fitted its prior, or found a temperature, so its energy is another one now
-        if self.setup.model.members.batch_norms:  # the likelihood of a row depends on the other rows of its batch
-            return None
-        if method.requirements.final_pass and method.requirements.heldout != "none":
-            return None  # held-out rows determine the width, and not the energy
-        is_optimum = method.temperature == 0 and found.num_stored > 0
-        if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
-            return None
-        count = self.run.num_updates * self.rows.scale.rows_per_update * method.num_chains
-        num_gradients = float(count * method.requirements.gradients_per_update)
-        return SpreadPlan(
-            found, self.prior, self.problem.shapes, method.prior_weight,
-            method.requirements.predicts_linearised, num_gradients, self.mirrored,
-        )  # fmt: skip
-
     @property
     def chosen_prior(self) -> IndependentPrior | Gaussian:
         """The prior; that of the rung that a ladder has chosen, after the run."""
-        factor = self.method.prior_scale / self.settings.method.prior_scale
-        return self.prior.scaled(factor) if factor != 1 and isinstance(self.prior, IndependentPrior) else self.prior
+        if not self.was_fitted or not isinstance(self.prior, IndependentPrior):
+            return self.prior
+        return self.prior.scaled(self.method.prior_scale / self.settings.method.prior_scale)
 
     @property
     def energy(self) -> Problem:
@@ -273,15 +267,16 @@ class ActiveRun:
         finally:
             self.objective.close()
         if isinstance(found.approximation, Draws) and not passes:
+            self.result = found
             return Finished(found.approximation, {}, self.setup.member_group)
         parts: list[Any] = mesh.exchange(found) if by_process else [found]
         if parts[0].noise_std is not None:
             self.setup.model.likelihood = Normal(parts[0].noise_std)
-        self.method = settled(self.method, parts[0])
         names = parts[0].report
         report = {name: [value for part in parts for value in part.report[name]] for name in names}
         report_ladder(self.method.name, parts[0], self.host, sampled=self.run.num_sampled > 0)
         # on the CPU, as draws are, whatever device the chains are on
         approximations = [moved(part.approximation, "cpu") for part in parts]
         whole = approximations[0] if len(parts) == 1 else joined(approximations)
+        self.result = parts[0]._replace(approximation=whole, report=report)
         return Finished(whole, report, LocalMembers())

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -43,6 +43,33 @@ MAX_DIFFERENCES = 12
 """The largest number of settings that an error lists. It only counts further ones."""
 
 
+class SavedRun(NamedTuple):
+    """A checkpoint after a check of all its files but the chains.
+
+    Attributes:
+        folder: the folder of the checkpoint.
+        settings: the settings of the run that wrote it.
+    """
+
+    folder: str
+    settings: dict[str, Any]
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates before the checkpoint."""
+        return int(self.settings["num_updates"])
+
+    @property
+    def run_number(self) -> int:
+        """The number of the run on its trainer, from 0."""
+        return int(self.settings.get(RUN, 0))
+
+    @property
+    def found_rate(self) -> float | None:
+        """The learning rate that the run has found; None if it has found none."""
+        return self.settings.get(FOUND)
+
+
 def begin(checkpoint: str | Path, *, group: Group) -> None:
     """Break the seal of an earlier save to the same place and remove what the new one may leave standing.
 
@@ -60,7 +87,9 @@ def save(
     """Write the chains of all processes and the settings they were run with; returns when all have been written.
 
     Args:
-        tensors: of the chains that this process writes.
+        checkpoint: the folder of the checkpoint.
+        tensors: {chain: its tensors by name}, for the chains that this process writes.
+        settings: the settings of the run, as JSON can store them.
         group: the processes.
     """
     files: dict[str, Any] = {_chain_file(chain): content for chain, content in tensors.items()}
@@ -82,39 +111,37 @@ def seal_checkpoint(checkpoint: str | Path, *, group: Group) -> None:
     seal(checkpoint, _sealed_files(group.num_processes), file=SEAL, format=FORMAT_OF_CHECKPOINT, group=group)
 
 
-def load(
-    checkpoint: str | Path, settings: dict[str, Any], *, chains: range
-) -> tuple[dict[int, dict[str, Tensor]], dict[str, Any]]:
-    """Return some chains of a checkpoint, and its settings, after every file has been checked.
+def load(saved: SavedRun, settings: dict[str, Any], *, chains: range) -> dict[int, dict[str, Tensor]]:
+    """Return some chains of a checkpoint, by number, after a check of their files and of the settings.
 
     Args:
+        saved: the checkpoint.
         settings: the settings of the run that resumes. Those in ``NOT_COMPARED`` may differ.
         chains: the numbers of the chains to return.
     Raises:
-        FileNotFoundError, ValueError: as ``settings_of``; also for settings that differ, listed as saved and as given.
+        FileNotFoundError, ValueError: as ``verified``; also for settings that differ, listed as saved and as given.
     """
-    saved = settings_of(checkpoint)
-    if words := differences(saved, settings):
+    if words := differences(saved.settings, settings):
         raise ValueError(
-            f"checkpoint {checkpoint} belongs to another run: {words}. Resume with the saved settings, or begin anew "
+            f"checkpoint {saved.folder} belongs to another run: {words}. Resume with the saved settings, or begin anew "
             "without resume_from_checkpoint"
         )
-    files = _read(Path(checkpoint), [_chain_file(chain) for chain in chains])
-    return {chain: files[_chain_file(chain)] for chain in chains}, saved
+    files = _read(Path(saved.folder), [_chain_file(chain) for chain in chains])
+    return {chain: files[_chain_file(chain)] for chain in chains}
 
 
-def settings_of(checkpoint: str | Path) -> dict[str, Any]:
-    """Return the settings of a checkpoint, after all files but the chains have been checked.
+def verified(checkpoint: str | Path) -> SavedRun:
+    """Return a checkpoint, after a check of all its files but the chains.
 
     Raises:
         FileNotFoundError: naming the file without which a resumed run would not be the same run.
         ValueError: naming the file that is damaged or exchanged.
     """
-    return _checked(Path(checkpoint))[0]
+    return SavedRun(str(checkpoint), _checked(Path(checkpoint))[0])
 
 
 def _checked(checkpoint: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a checkpoint and the names of the files that its seal lists; see ``settings_of``."""
+    """Return the settings of a checkpoint and the names of the files that its seal lists; see ``verified``."""
     missing = [name for name in TRAINER_FILES if not (checkpoint / name).is_file()]
     missing += [] if list(checkpoint.glob("rng_state*.pth")) else ["rng_state.pth"]
     if missing:
@@ -125,13 +152,13 @@ def _checked(checkpoint: Path) -> tuple[dict[str, Any], list[str]]:
     return _read(checkpoint, [SETTINGS])[SETTINGS], listed
 
 
-def required_newest(output_dir: str | Path) -> str:
+def required_newest(output_dir: str | Path) -> SavedRun:
     """Return the newest checkpoint that can be resumed.
 
     Raises:
         ValueError: if there is none.
     """
-    found = newest_complete(output_dir)
+    found = _newest(output_dir)
     if found is None:
         raise ValueError(f"no complete checkpoint in {output_dir}: there is nothing to resume from")
     return found
@@ -139,22 +166,29 @@ def required_newest(output_dir: str | Path) -> str:
 
 def newest_complete(output_dir: str | Path) -> str | None:
     """Return the newest checkpoint that can be resumed; an unfinished one (a killed save) is passed over."""
-    found = {
+    found = _newest(output_dir)
+    return None if found is None else found.folder
+
+
+def _newest(output_dir: str | Path) -> SavedRun | None:
+    folders = {
         int(match[1]): folder
         for folder in Path(output_dir).glob("checkpoint-*")
         if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))
     }
-    return next((str(found[step]) for step in sorted(found, reverse=True) if _is_complete(found[step])), None)
+    complete = (_complete(folders[step]) for step in sorted(folders, reverse=True))
+    return next((found for found in complete if found is not None), None)
 
 
-def _is_complete(checkpoint: Path) -> bool:
-    """Return whether the checkpoint is sealed and every file is as the seal and the manifest say."""
+def _complete(checkpoint: Path) -> SavedRun | None:
+    """Return a checkpoint that is sealed, and whose files are as the seal and the manifest say; None for another."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
         settings, listed = _checked(checkpoint)
     except (OSError, ValueError):
-        return False
-    return set(_sealed_files(settings["num_processes"])) == set(listed)
+        return None
+    complete = set(_sealed_files(settings["num_processes"])) == set(listed)
+    return SavedRun(str(checkpoint), settings) if complete else None
 
 
 def _check_files(checkpoint: Path) -> list[str]:
@@ -205,8 +239,8 @@ def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     The settings of the run come before the settings of its base.
 
     Args:
-        saved: as JSON gives them back.
-        given: of this call.
+        saved: the settings of a checkpoint, as JSON gives them back.
+        given: the settings of the run that resumes.
     """
     given = json.loads(json.dumps(given))
     found = _differing(saved, given) - set(NOT_COMPARED)

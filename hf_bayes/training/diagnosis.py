@@ -15,6 +15,7 @@ from hf_bayes.diagnostics.plausibility import distance_moved, prior_loss_ratio
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_interval, widened_interval
 from hf_bayes.diagnostics.verdict import MAX_UNMOVED, Diagnostics
 from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.final_measurements import drift, informed_temperature
 from hf_bayes.training.probe_convergence import ProbeConvergence
 from hf_bayes.training.reports.trace import logged_convergence, logged_of_chains, rounded, thinned
 from hf_bayes.training.resuming import RunCheckpoints
@@ -98,7 +99,7 @@ class Diagnosis:
         laws = means.get("kinetic_temperature_law")
         moves = max(1, active.run.num_updates - monitor.burn_in)
         convergence, ratios = self._convergence.at_end(draws)
-        informed, has_temperature = active.informed_temperature(found), "configurational_temperature" in means
+        informed, has_temperature = informed_temperature(active, found), "configurational_temperature" in means
         diagnostics = Diagnostics(
             dim=active.setup.model.layout.dim,
             num_tensors=len(monitor.sizes),
@@ -121,7 +122,7 @@ class Diagnosis:
             **convergence,
         )
         if diagnostics.kind == "gaussian" and diagnostics.epistemic_size == "right":
-            diagnostics = dataclasses.replace(diagnostics, epistemic_drift=active.drift(found))
+            diagnostics = dataclasses.replace(diagnostics, epistemic_drift=drift(active, found))
         return diagnostics.summary(), self._trace(ratios)
 
     def _trace(self, ratios: dict[str, Any]) -> dict[str, Any]:

@@ -49,13 +49,13 @@ class PrivateHooks(_Host):
         required(self.diagnosis).checkpoints.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Refuse a checkpoint that cannot be resumed, before anything runs. The base model is not loaded from it."""
-        required(self.diagnosis).checkpoints.check(resume_from_checkpoint)
+        """Load no weights: ``begin`` has checked the same checkpoint, and the chains are loaded below."""
+        required(self.diagnosis)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            required(self.diagnosis).checkpoints.load(checkpoint)
+            required(self.diagnosis).checkpoints.load(checkpoint)  # checks the files that Trainer then unpickles
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load the states of the generators once.

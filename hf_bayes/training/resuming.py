@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.training import checkpoints, run_identity
 from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.checkpoints import SavedRun
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.setup import Setup
@@ -40,19 +41,14 @@ class RunCheckpoints:
         tensors = self._tensors() if mesh.data_rank == 0 else {}
         checkpoints.save(folder, tensors, self.settings(), group=mesh)
 
-    def check(self, folder: str) -> int:
-        """Return the number of updates in a checkpoint of this run; refuse a checkpoint of another run by name.
-
-        A run resumes as the one that it was on its trainer, the first or a later one.
-        """
-        self._active.resume(checkpoints.settings_of(folder).get(checkpoints.RUN, 0))
-        _, saved = checkpoints.load(folder, self.settings(), chains=self._active.setup.mesh.chains)
-        return int(saved["num_updates"])
+    def check(self, saved: SavedRun) -> None:
+        """Refuse a checkpoint of another run, or with damaged chains, by name. Nothing changes."""
+        self._chains_of(saved)
 
     def load(self, folder: str) -> None:
-        """Restore the chains from a checkpoint."""
-        active, chains = self._active, self._active.setup.mesh.chains
-        found, saved = checkpoints.load(folder, self.settings(), chains=chains)
+        """Restore the chains from a checkpoint, after another check of its files: they may differ since ``check``."""
+        active, chains, saved = self._active, self._active.setup.mesh.chains, checkpoints.verified(folder)
+        found = self._chains_of(saved)
         rows = [found[chain] for chain in chains]
         names = set(rows[0])
         for chain, row in zip(chains, rows, strict=True):
@@ -64,7 +60,7 @@ class RunCheckpoints:
         stacked = {name: torch.stack([row[name] for row in rows]) for name in sorted(names)}
         observed = {name: value for name, value in stacked.items() if active.monitor.holds(name)}
         run = {name: value for name, value in stacked.items() if name not in observed}
-        active.run.load_state_dict(run, saved["num_updates"])
+        active.run.load_state_dict(run, saved.num_updates)
         active.monitor.load_state_dict(observed)
         active.show_chains()
 
@@ -73,6 +69,10 @@ class RunCheckpoints:
         self.load(folder)
         self._active.host.say("checkpoint %s is the end of this run: nothing is left to train", folder)
         return cast(TrainerState, TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)))
+
+    def _chains_of(self, saved: SavedRun) -> dict[int, dict[str, Tensor]]:
+        """Return the tensors of the chains of this process, by number, from a checkpoint of the same run."""
+        return checkpoints.load(saved, self.settings(), chains=self._active.setup.mesh.chains)
 
     def _tensors(self) -> dict[int, dict[str, Tensor]]:
         """Return {chain: all tensors that it needs to continue}."""

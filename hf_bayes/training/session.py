@@ -14,13 +14,13 @@ from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
 from hf_bayes.training.calibrating import reason_against, require_calibration
-from hf_bayes.training.checkpoints import required_newest, settings_of
+from hf_bayes.training.checkpoints import SavedRun, required_newest, verified
 from hf_bayes.training.checks.rows import refuse_batch_statistics, require_all_chains
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.preferences import PairRows
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.diagnosis import Diagnosis
-from hf_bayes.training.learning_rate import LearningRate, schedule
+from hf_bayes.training.learning_rate import LearningRate, check_schedule, schedule
 from hf_bayes.training.reports.step_lines import shorten_lines
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.setup import Setup, given_back_on_error
@@ -96,51 +96,65 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     """Make a run, and announce it after all checks that need no update. An error leaves the model as it was.
 
     Args:
+        host: the trainer.
+        setup: its settings that do not change.
+        rows: its training rows; None if it has none.
         resume: a checkpoint; True takes the newest one that is complete; None and False begin a new run.
     Raises:
         ValueError: if a run cannot be made of these rows or this checkpoint, if the model mixes packed documents, or if
             the learning-rate schedule is not possible.
     """
     rows = _rows_to_train_on(host, setup, rows)
-    checkpoint, found_rate = _resumed_checkpoint(host, resume)
+    saved = _resumed_checkpoint(host, resume)
     with given_back_on_error(setup.model):
-        active = ActiveRun(host, setup, rows, found_rate=found_rate)
-        saves = checkpoint is not None or host.args.save_strategy != SaveStrategy.NO
+        if saved is None:
+            active = ActiveRun(host, setup, rows)
+        else:
+            active = ActiveRun(host, setup, rows, found_rate=saved.found_rate, number=saved.run_number)
+        saves = saved is not None or host.args.save_strategy != SaveStrategy.NO
         checkpoints = RunCheckpoints(active, identified=saves)
-        num_updates = 0 if checkpoint is None else checkpoints.check(checkpoint)
-        shorten_lines(host.callback_handler)
-        announce(active)
-        rows.refuse_mixed_documents()
+        if saved is not None:
+            checkpoints.check(saved)
         learning_rate = LearningRate(setup.model.theta, active.problem.learning_rate)
         scheduler = schedule(active, learning_rate)
         # Trainer would make one more update
-        ends = checkpoint is not None and num_updates >= active.problem.num_steps
-        end = checkpoints.load_end(checkpoint) if checkpoint is not None and ends else None
-    return Beginning(active, Diagnosis(active, checkpoints), learning_rate, scheduler, checkpoint, end)
+        ends = saved is not None and saved.num_updates >= active.problem.num_steps
+        end = checkpoints.load_end(saved.folder) if saved is not None and ends else None
+        shorten_lines(host.callback_handler)
+        announce(active)
+    folder = None if saved is None else saved.folder
+    return Beginning(active, Diagnosis(active, checkpoints), learning_rate, scheduler, folder, end)
 
 
 def _rows_to_train_on(host: TrainerHost, setup: Setup, rows: TrainingRows | None) -> TrainingRows:
-    """Return the training rows, after the checks that need no run.
+    """Return the training rows, after the checks that need no run: a run may begin with a long trial of rates.
 
     Raises:
         ValueError: if the model was detached, there are no training rows, the output directory cannot hold a posterior,
-            or a user's likelihood fails on the first rows.
+            a user's likelihood fails on the first rows, the model mixes packed documents, or the learning-rate schedule
+            is not possible.
     """
     setup.model.members.require_attached()
     rows = required(rows, "training needs a train_dataset, got None")
     check_writable(host.directory, overwrite=True)
+    if rows.stream is not None:
+        rows.stream.keep_first()  # for both checks: to read them again could change a stream that draws its rows
     rows.check_likelihood()  # before a range test differentiates it
+    rows.refuse_mixed_documents()
+    check_schedule(rows.method, host.args, rows.num_steps)
     return rows
 
 
-def _resumed_checkpoint(host: TrainerHost, resume: str | bool | None) -> tuple[str | None, float | None]:
-    """Return the checkpoint to resume from and the learning rate that its run has found; None for each without one.
+def _resumed_checkpoint(host: TrainerHost, resume: str | bool | None) -> SavedRun | None:
+    """Return the checkpoint to resume from, after a check of its files; None for a new run.
 
     Args:
+        host: the trainer.
         resume: a checkpoint; True takes the newest one that is complete.
     Raises:
         ValueError: if there is no checkpoint, or it is damaged.
         FileNotFoundError: if a file of the checkpoint is missing.
     """
-    checkpoint = required_newest(host.directory) if resume is True else resume or None
-    return checkpoint, None if checkpoint is None else settings_of(checkpoint).get("found_rate")
+    if resume is True:
+        return required_newest(host.directory)
+    return verified(resume) if resume else None

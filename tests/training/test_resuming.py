@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.posteriors.storage import Alone
-from hf_bayes.training import checkpoints
+from hf_bayes.training import checkpoints, session
+from hf_bayes.training.resuming import RunCheckpoints
 from tests import runs
 from tests.tiny_models import tiny_llama, with_lora
 from tests.training.checkpointed import run, trainer
@@ -121,13 +123,58 @@ def test_a_refused_resume_keeps_the_run_before_it(tmp_path):
     assert all(old is new for old, new in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("resume", [True, "checkpoint-4", "checkpoint-6"])
+def test_a_resume_checks_every_file_twice(directory, monkeypatch, resume):
+    """The first check is before anything else; the second is right before Trainer unpickles its files."""
+    counts = collections.Counter()
+    check_seal, read_directory = checkpoints.check_seal, checkpoints.read_directory
+
+    def counted_seal(folder, **options):
+        counts["files of the seal"] += 1
+        return check_seal(folder, **options)
+
+    def counted_read(folder, **options):
+        counts["chain 1"] += options["only"]("chain_001.safetensors")
+        return read_directory(folder, **options)
+
+    monkeypatch.setattr(checkpoints, "check_seal", counted_seal)
+    monkeypatch.setattr(checkpoints, "read_directory", counted_read)
+    run(directory, save_strategy="no").train(resume_from_checkpoint=resume if resume is True else directory / resume)
+    assert counts == {"files of the seal": 2, "chain 1": 2}
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "chains/chain_000.safetensors"])
+def test_a_file_exchanged_after_the_first_check_is_refused(directory, monkeypatch, name):
+    """Trainer would unpickle what was put there while the run began."""
+    file, announced = directory / "checkpoint-4" / name, session.announce
+
+    def exchanged(active):
+        file.write_bytes(file.read_bytes()[::-1])
+        announced(active)
+
+    monkeypatch.setattr(session, "announce", exchanged)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpickled"))
+    with pytest.raises(ValueError, match=Path(name).name.replace(".", r"\.")):
+        run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-4"))
+
+
+def test_a_check_of_a_checkpoint_changes_nothing(directory):
+    active = runs.started(run(directory))
+    theta, before = active.run.theta.clone(), (active.run, active.objective, active.number)
+    RunCheckpoints(active, identified=True).check(checkpoints.verified(directory / "checkpoint-4"))
+    assert (active.run, active.objective, active.number) == before
+    assert active.run.num_updates == 0
+    assert torch.equal(active.run.theta, theta)
+
+
 def test_chains_beyond_a_thousand_keep_their_numbers(tmp_path: Path) -> None:
     tensors = {chain: {"draws": torch.full((1,), float(chain))} for chain in (100, 1000, 1009)}
     checkpoints.save(tmp_path, tensors, {}, group=Alone())
     for name in (*checkpoints.TRAINER_FILES, "rng_state.pth"):
         (tmp_path / name).touch()
     checkpoints.seal_checkpoint(tmp_path, group=Alone())
-    found, _ = checkpoints.load(tmp_path, {}, chains=range(100, 1001, 900))
+    saved = checkpoints.verified(tmp_path)
+    found = checkpoints.load(saved, {}, chains=range(100, 1001, 900))
     assert {chain: float(content["draws"]) for chain, content in found.items()} == {100: 100.0, 1000: 1000.0}
     with pytest.raises(ValueError, match=r"manifest\.json does not list chain_101\.safetensors"):
-        checkpoints.load(tmp_path, {}, chains=range(100, 102))
+        checkpoints.load(saved, {}, chains=range(100, 102))

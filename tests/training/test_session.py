@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives import starting
 from hf_bayes.training.trainer import BayesianTrainer
 from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
 from tests import runs
@@ -64,11 +65,11 @@ def without_rows(folder: Path) -> BayesianTrainer:
     return BayesianTrainer(with_lora(tiny_llama()), SGHMC, runs.arguments(folder))
 
 
-def flattened(folder: Path, **changes: Any) -> BayesianTrainer:
+def flattened(folder: Path, method: Any = SGHMC, **changes: Any) -> BayesianTrainer:
     """Return a trainer of a model that mixes the packed documents of a row."""
     given = {"train": runs.token_rows((5, 7, 4, 9)), "subspace": "last_block", "minibatch": "shared", **changes}
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    return runs.trainer(folder, SGHMC, model=bloom(torch.float32), collator=collator,
+    return runs.trainer(folder, method, model=bloom(torch.float32), collator=collator,
                         remove_unused_columns=False, **given)  # fmt: skip
 
 
@@ -216,7 +217,7 @@ def test_mixed_documents_are_refused_before_the_first_update(
         trainer.train()
     assert not begun
     assert trainer.active is None
-    assert "likelihood terms" in caplog.text  # the run was announced
+    assert "likelihood terms" not in caplog.text  # a run that is refused is not announced
 
 
 # -- the schedule ------------------------------------------------------------------------------------------------------
@@ -244,6 +245,49 @@ def test_a_refused_schedule_keeps_the_posterior_before_it(
 
 
 # -- the trial of learning rates ---------------------------------------------------------------------------------------
+
+
+WRONG_SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"nonsense": 1}}
+BELOW_ZERO = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": -0.01}}
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (runs.trainer, WRONG_SCHEDULE, r"lr_scheduler_kwargs=.*nonsense.* do not fit"),
+        (runs.trainer, BELOW_ZERO, r"gives -.* times the peak learning rate at step 200: it must stay within 0 and"),
+        (flattened, {}, "lets packed documents see each other"),
+    ],
+)
+def test_a_run_is_refused_before_its_trial_of_rates(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    make: Any,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    def tried(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a trial of learning rates")
+
+    monkeypatch.setattr(starting, "range_test", tried)
+    caplog.set_level("INFO", logger="hf_bayes")
+    trainer = make(tmp_path, MAPConfig(), learning_rate=None, max_steps=200, **changes)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert "likelihood terms" not in caplog.text
+
+
+def test_a_schedule_that_exceeds_a_found_rate_is_refused(
+    tmp_path: Path, begun: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="hf_bayes")
+    settings = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.9}}
+    trainer = runs.trainer(tmp_path, MAPConfig(), learning_rate=None, **settings)
+    with pytest.raises(ValueError, match="times the peak learning rate at step"):
+        trainer.train()
+    assert not begun
+    assert "likelihood terms" not in caplog.text
 
 
 LATER = 9.0
