@@ -106,14 +106,14 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """Raise for inputs whose entries cannot be assigned to rows."""
 
     def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return ``inputs`` with positions that count from each row's first token, as ``generate`` counts them."""
+        """Return ``inputs`` with positions that count from each row's first token, as the model counts a row alone."""
         mask = inputs.get("attention_mask")
         if mask is None or mask.ndim != 2 or inputs.get("position_ids") is not None:
             return inputs
         is_padded_before = bool((mask[:, :-1] < mask[:, 1:]).any())
         if not is_padded_before or "position_ids" not in inspect.signature(self.core.forward).parameters:
             return inputs
-        return {**inputs, "position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)}
+        return {**inputs, "position_ids": (mask.long().cumsum(1) - 1).clamp_min(0) + self.check_inputs.first_position}
 
     def row_slices(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a batch in pieces of whole rows, so that memory does not grow with its rows."""

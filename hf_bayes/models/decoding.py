@@ -74,6 +74,8 @@ class Decoding:
             kwargs: the arguments of ``generate``.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        if self.causal.new_cache() is None:  # a cache of the model's own kind may hold states that beams do not permute
+            kwargs = {**kwargs, "use_cache": False}
         kwargs = _checked(model, prompt, kwargs)
         group = model.member_group
         outer, self.trace = self.trace, GenerationTrace(group)  # a logits processor may generate, too
@@ -237,6 +239,8 @@ def _scores(model: ModelOfText, trace: GenerationTrace, output: Any, prompt: Ten
     # shorter beams are filled up, with -1 where transformers finds neither an end nor a padding token but 0
     tokens = sequences.clamp_min(0)
     full_mask = torch.cat([given, (step < ends[:, None]).to(given.dtype)], 1)
+    if model.check_inputs.first_position > 0:  # ``generate`` of transformers counts from 0, whatever the family
+        beside["position_ids"] = (full_mask.long().cumsum(1) - 1).clamp_min(0)
     return model.score(tokens, full_mask, first=start, **beside)
 
 

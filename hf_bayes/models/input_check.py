@@ -35,11 +35,13 @@ class InputCheck:
         num_tokens: rows of the input embedding; None for a model that reads no tokens.
         longest: tokens of the model's context; None if it has no limit.
         has_table: whether positions come from a table of that length.
+        first_position: the position of a row's first token: not 0 in the RoBERTa family.
     """
 
     def __init__(self, core: nn.Module) -> None:
         self.num_tokens = _num_tokens(core)
         self.longest, self.has_table = context_of(core)
+        self.first_position = first_position_of(core)
         self._warned = False
 
     def __call__(self, inputs: Mapping[str, Any], *, where: str = BATCH, first: int = 0, advice: str = CUT) -> None:
@@ -193,13 +195,32 @@ def context_of(core: Any) -> tuple[int | None, bool]:
     Args:
         core: the transformers model, without peft's wrapper.
     """
-    longest = getattr(core.config.get_text_config(), "max_position_embeddings", None)
-    if not is_integer(longest, 1):
+    longest = _configured_length(core)
+    if longest is None:
         return None, False
+    return longest - first_position_of(core), _table_of_positions(core) is not None
+
+
+def first_position_of(core: Any) -> int:
+    """Return the position of a row's first token: in the RoBERTa family it follows the padding token's row, else 0."""
+    table = _table_of_positions(core)
+    # OPT adds an offset of its own to positions that begin at 0
+    return 0 if table is None or table.padding_idx is None or hasattr(table, "offset") else table.padding_idx + 1
+
+
+def _table_of_positions(core: Any) -> nn.Embedding | None:
+    """Return the embedding of positions that is as long as the context; None if positions are computed."""
+    longest = _configured_length(core)
+    if longest is None:
+        return None
     for name, module in modules_of(core, nn.Embedding).items():
-        if name.endswith("wpe") or "pos" in name.rpartition(".")[2]:
-            # OPT's table has rows before the first position; RoBERTa's first position follows the padding token's row
-            offset = getattr(module, "offset", 0)
-            if module.num_embeddings == longest + offset:
-                return longest - (0 if module.padding_idx is None or offset else module.padding_idx + 1), True
-    return longest, False
+        # OPT's table has rows before the first position
+        is_table = name.endswith("wpe") or "pos" in name.rpartition(".")[2]
+        if is_table and module.num_embeddings == longest + getattr(module, "offset", 0):
+            return module
+    return None
+
+
+def _configured_length(core: Any) -> int | None:
+    longest = getattr(core.config.get_text_config(), "max_position_embeddings", None)
+    return longest if is_integer(longest, 1) else None

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
+from hf_bayes.core.layout import select
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.language.token_uncertainty import GenerationTrace, TokenRecord, record, to_scores
 from hf_bayes.uncertainty.decomposition import Prediction, predict
-from tests.members.reference import entropies, separate_logits
+from tests.members.reference import entropies, mixture, scattered, separate_logits
+from tests.members.subject_models import named
 from tests.models.prepared import TOLERANCE as ROUNDING
 from tests.models.prepared import prepared as prepared_subject
 from tests.models.written import (
@@ -46,6 +48,59 @@ def test_scores_of_padded_rows_equal_those_of_each_row_alone(name: str, padding:
                 expected = getattr(alone, field).flatten()
                 torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
     assert torch.equal(together.total.isnan(), ~(mask[:, 1:] & mask[:, :-1]))
+
+
+@pytest.mark.parametrize("family", ["Roberta", "XLMRoberta", "Camembert", "Bert"])
+def test_left_padding_keeps_the_first_position_of_the_family(family: str) -> None:
+    head = "LMHeadModel" if family == "Bert" else "ForCausalLM"
+    model = named(family, head, is_decoder=True)(torch.float64)
+    theta = scattered(model, select(model, "last_block"), 3)
+    inputs = batch(padding="left")
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    with attach(model, theta, subspace="last_block") as bayesian, torch.no_grad():
+        together = bayesian.score(**inputs)
+        for row, mask in enumerate(inputs["attention_mask"].bool()):
+            ids = inputs["input_ids"][row, mask][None]
+            alone = bayesian.score(ids)
+            torch.testing.assert_close(together.sequence_logprob[row], alone.sequence_logprob[0], rtol=1e-10, atol=0)
+            only = labels.masked_fill(torch.arange(3)[:, None] != row, -100)
+            padded = bayesian(**inputs, labels=only, theta=theta).loss
+            single = bayesian(input_ids=ids, labels=ids, theta=theta).loss
+            torch.testing.assert_close(padded, single, rtol=1e-10, atol=0)
+
+
+def test_generate_counts_positions_as_that_of_transformers() -> None:
+    model = named("Roberta", is_decoder=True)(torch.float64)
+    inputs = batch(padding="left")
+    options: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": None, "do_sample": False}
+    searched = {"num_beams": 2, "length_penalty": 0.0, "output_scores": True, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **options)  # type: ignore[operator]
+    with attach(model, subspace="last_block", num_members=1) as bayesian:
+        found = bayesian.generate(**inputs, **options)
+        beams = bayesian.generate(**inputs, **options, **searched)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(beams.sequence_logprob, beams.sequences_scores.double(), rtol=1e-6, atol=0)
+
+
+def test_a_cache_of_the_models_own_kind_is_left_to_it() -> None:
+    fields = {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+    model = named("MiniMax", **fields)(torch.float32)
+    subspace, inputs = r"layers\.1\.self_attn\.q_proj", batch()
+    layout = select(model, subspace)
+    theta = scattered(model, layout, 4).float()
+    expected = mixture(separate_logits(model, layout, theta, inputs))
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    with attach(model, theta, subspace=subspace) as bayesian, torch.no_grad():
+        whole = bayesian.generate(**inputs, **options)
+        bayesian.members_per_pass = 2
+        answer = bayesian(**inputs, use_cache=True)
+        for settings in ({}, {"num_beams": 2}, {"use_cache": True}):
+            found = bayesian.generate(**inputs, **options, **settings)
+            assert torch.equal(found, whole) or "num_beams" in settings
+        with pytest.raises(ValueError, match=r"generate\(past_key_values=DynamicCache, use_cache=False\)"):
+            bayesian.generate(**inputs, **options, past_key_values=DynamicCache())
+    torch.testing.assert_close(answer.logits, expected.float(), rtol=1e-4, atol=1e-4)
+    assert type(answer.past_key_values).__name__ == "MiniMaxCache"
 
 
 def test_scores_equal_brute_force_and_begin_where_asked() -> None:

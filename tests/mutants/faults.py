@@ -9,6 +9,7 @@ from tests.mutants.own_choices import OWN_CHOICES
 from tests.mutants.recommended import RECOMMENDED
 from tests.mutants.reviewed import REVIEWED
 from tests.mutants.second_review import SECOND_REVIEW
+from tests.mutants.third_review import THIRD_REVIEW
 
 
 def law(sampler: str) -> str:
@@ -268,7 +269,7 @@ FAULTS = (
           "inherited.posterior.folder == os.path.realpath(directory)", "inherited.posterior.folder == os.devnull",
           ("models/test_inherited_prior.py::test_a_run_never_overwrites_its_prior",)),
     Fault("packed documents are not looked at", "models/language/packing.py",
-          "torch.where(first, (ids + 1) % model.num_outputs, ids)", "ids",
+          "torch.where(changed, (ids + 1) % model.num_outputs, ids)", "ids",
           ("models/language/test_packing.py::test_a_model_that_mixes_packed_documents_is_refused",)),
     Fault("the first id that is too large is accepted", "models/input_check.py",
           "largest >= self.num_tokens:", "largest > self.num_tokens:",
@@ -346,5 +347,6 @@ FAULTS = (
     *MODELS_AND_FITS,
     *REVIEWED,
     *SECOND_REVIEW,
+    *THIRD_REVIEW,
 )
 # fmt: on

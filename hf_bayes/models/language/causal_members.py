@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import GenerationConfig
 
 from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable
 from hf_bayes.members.engine import Members
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.inputs import num_positions_of, num_rows_of, shape_of
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.language.packing import first_documents
 from hf_bayes.models.predictors import MemberLogLik
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
 
@@ -77,6 +78,12 @@ class CausalMembers:
         """Return the number of members with hidden states, keys and values of their own after the trunk."""
         return 1 if self.head.alike else num_members
 
+    def new_cache(self) -> Any:
+        """Return the empty cache that ``generate`` gives this model; None if it makes a cache of its own kind."""
+        made: dict[str, Any] = {}
+        cast(Any, self.members.core)._prepare_cache_for_generation(GenerationConfig(), made, None, 1, 1)
+        return made.get("past_key_values")
+
     def row_slices(
         self, model: BayesianModel, inputs: dict[str, Any], tensors_per_state: int
     ) -> Iterator[dict[str, Any]]:
@@ -100,16 +107,19 @@ class CausalMembers:
         """Run the backbone for the current members.
 
         Args:
-            inputs: the inputs of a forward pass; a cache is returned if ``use_cache`` is set.
+            inputs: the inputs of a forward pass; a cache is returned if ``use_cache`` is set. If it is not, packed rows
+                are read without a cache, because transformers does not keep documents apart with one.
             cache: keys and values of earlier tokens.
         """
+        if cache is None and inputs.get("use_cache") is None and first_documents(inputs) is not None:
+            inputs = {**inputs, "use_cache": False}
         # where only the head is random, one member's hidden states are those of all
         passes = [model.current[:1]] if self.head.alike else model.passes(inputs)
         if len(passes) > 1 and cache is None:
             wanted = inputs.get("use_cache")  # an unused cache would hold all members
-            cache = DynamicCache(config=model.config.get_text_config(decoder=True)) if wanted else None
+            cache = self.new_cache() if wanted else None
             inputs = {**inputs, "use_cache": bool(wanted)}
-        if len(passes) > 1 and cache is not None and not mergeable(cache):
+        if len(passes) > 1 and (cache is not None or inputs["use_cache"]) and not mergeable(cache):
             passes = [model.current]  # members of one pass share one cache; not every kind can be pieced together
         if len(passes) == 1:
             hidden, output = self._pass(passes[0], inputs, cache)

@@ -83,8 +83,8 @@ def test_a_wide_laplace_is_better_linearised_than_by_members(tmp_path: Path) -> 
     for prediction in (None, "members"):
         with kind.from_pretrained(tmp_path, prediction=prediction, base_model=tiny_bert(num_labels=3)) as bayesian:
             found[prediction] = float(bayesian(**batch, labels=labels).loss)
-    assert found[None] < math.log(3) - 0.1  # measured 0.88 and 1.16: members are worse than chance
-    assert found["members"] > math.log(3)
+    # measured 0.88, and for members 0.99: a thousand members have 1.07, nearly chance
+    assert found[None] < found["members"] - 0.05 < math.log(3)
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
