@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -19,6 +18,7 @@ from hf_bayes.models.decoding import Decoding, score, token_types_beside
 from hf_bayes.models.language.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.language.generation_refusals import refuse
 from hf_bayes.models.language.kept_positions import LogitsToKeep, kept_positions, num_last_kept
+from hf_bayes.models.language.positions import numbered
 from hf_bayes.models.language.token_uncertainty import GenerationTrace, Scores
 from hf_bayes.models.prediction.distilled import DistilledTokens
 from hf_bayes.models.prediction.tokens import MemberTokens, TokenPredictor, token_predictor
@@ -107,13 +107,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return ``inputs`` with positions that count from each row's first token, as the model counts a row alone."""
-        mask = inputs.get("attention_mask")
-        if mask is None or mask.ndim != 2 or inputs.get("position_ids") is not None:
-            return inputs
-        is_padded_before = bool((mask[:, :-1] < mask[:, 1:]).any())
-        if not is_padded_before or "position_ids" not in inspect.signature(self.core.forward).parameters:
-            return inputs
-        return {**inputs, "position_ids": (mask.long().cumsum(1) - 1).clamp_min(0) + self.check_inputs.first_position}
+        return numbered(inputs, self.core, self.check_inputs.first_position)
 
     def row_slices(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a batch in pieces of whole rows, so that memory does not grow with its rows."""
@@ -334,6 +328,10 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return self.decoding.remember_mask(super()._prepare_attention_mask_for_generation(*args, **kwargs))
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> Any:  # type: ignore[override]
+        processors = super()._get_logits_processor(generation_config, **kwargs)  # type: ignore[misc]
+        return self.decoding.levelled(processors, generation_config, self.mixture_temperature)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         return self.decoding.watched(super()._get_stopping_criteria(*args, **kwargs))  # type: ignore[misc]

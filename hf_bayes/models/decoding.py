@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_bayes.members.cache import reorder_cache, require_rows
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.input_check import SHORTEN, InputCheck, require_ids
 from hf_bayes.models.language.causal_members import CausalMembers
 from hf_bayes.models.language.generation_refusals import refuse_static_cache, refuse_unsupported
+from hf_bayes.models.language.logit_level import at_level_of_logits
 from hf_bayes.models.language.token_uncertainty import (
     GenerationTrace,
     Scores,
@@ -128,6 +129,14 @@ class Decoding:
         if self.trace is not None and (mask := self.trace.prompt_mask) is not None:
             check_inputs.check_generation(mask, config.max_length - prompt_length)
         return config
+
+    def levelled(
+        self, processors: LogitsProcessorList, config: GenerationConfig, temperature: float
+    ) -> LogitsProcessorList:
+        """Return logits processors whose penalties act as on logits. Beams act on log-probabilities in transformers."""
+        if self.trace is None or config.num_beams > 1:
+            return processors
+        return at_level_of_logits(processors, self.trace, temperature)
 
     def watched(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
         """Return stopping criteria whose decisions the trace records."""

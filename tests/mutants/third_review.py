@@ -64,7 +64,7 @@ THIRD_REVIEW = (
           "elif type(value) is dict:", "elif False:",
           ("members/test_last_feed_forward.py::test_a_feed_forward_of_other_positions_is_whole",)),
     Fault("hunt: a convolution reads padding of the last feed-forward", "members/last_feed_forward.py",
-          "self.is_exact = not bool(hidden[:, -1].isnan().any())", "pass",
+          "self.is_exact = not bool(hidden[:, -1].isnan().any())", "self.is_exact = True",
           ("members/test_last_feed_forward.py::test_a_feed_forward_of_other_positions_is_whole",)),
     Fault("hunt: the last feed-forward is checked on one token", "members/last_feed_forward.py",
           "value.repeat_interleave(CHECKED_POSITIONS, 1)", "value",
@@ -101,5 +101,15 @@ THIRD_REVIEW = (
     Fault("hunt: a Space of a posterior beside itself", "pipelines/space.py",
           "if len(set(posteriors)) < len(posteriors):", "if len(posteriors) > 2:",
           ("pipelines/test_space.py::test_a_posterior_beside_itself_is_refused",)),
+    # -- draws and penalties
+    Fault("hunt: draws depend on the signs of eigenvectors", "distributions/covariance/kronecker.py",
+          "self.variances.sqrt() * self._rotated(noise)", "self.variances.sqrt() * self._matrices(noise)",
+          ("distributions/covariance/test_kronecker.py::test_draws_do_not_depend_on_the_choice_of_eigenvectors",)),
+    Fault("hunt: a penalty multiplies log-probabilities", "models/language/logit_level.py",
+          "return scores + level[:, None].to(scores)", "return scores",
+          ("models/language/test_logit_level.py::test_a_penalty_acts_on_one_member_as_on_its_model",)),
+    Fault("hunt: a penalty on beams acts on logits", "models/decoding.py",
+          "if self.trace is None or config.num_beams > 1:", "if self.trace is None:",
+          ("models/language/test_logit_level.py::test_a_penalty_acts_on_one_member_as_on_its_model",)),
 )
 # fmt: on

@@ -130,6 +130,7 @@ _OF_GENERATION = (
         ("input_ids", "mm_encoder_output", "expand_size", "inputs_embeds"),
         "accepted",
     ),
+    PrivateName(_GENERATION, "_get_logits_processor", ("generation_config", "input_ids_seq_length"), "overridden"),
     PrivateName(
         _GENERATION, "_get_stopping_criteria", ("generation_config", "stopping_criteria", "tokenizer"), "overridden"
     ),
