@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -66,18 +65,7 @@ class Context:
 
         The second one restores the present state of this object during the recomputation.
         """
-        state = {name: value for name, value in vars(self).items() if name != "used"}
-
-        @contextmanager
-        def restored() -> Iterator[None]:
-            before = dict(vars(self))
-            vars(self).update(state)
-            try:
-                yield
-            finally:
-                vars(self).update(before)
-
-        return nullcontext(), restored()
+        return nullcontext(), _Restored(self)
 
     def single(self, x: Tensor) -> Tensor | None:
         """Return the B rows of ``x`` that are equal for all members; None if the rows of members may differ.
@@ -97,3 +85,23 @@ class Context:
     def repeat(self, x: Tensor) -> Tensor:
         """Repeat the rows for each member, [B, ...] -> [M * B, ...], member-major."""
         return x.repeat(self.num_members, *[1] * (x.ndim - 1)) if self.num_members > 1 else x
+
+
+class _Restored:
+    """A context manager in which a ``Context`` has the state that it had when this object was made.
+
+    torch enters it once for each recomputation: several times if a graph has several backward passes, and again within
+    itself if a recomputed operation runs a backward pass of its own.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.state = {name: value for name, value in vars(context).items() if name != "used"}
+        self.before: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        self.before.append(dict(vars(self.context)))
+        vars(self.context).update(self.state)
+
+    def __exit__(self, *error: object) -> None:
+        vars(self.context).update(self.before.pop())

@@ -32,8 +32,8 @@ Kwargs = dict[str, Any]
 _ROWS_TIMES_HEADS = ("bloom", "mpt")
 """Model types whose blocks take biases [rows * heads, ...] or [heads, ...], which cannot be cut to B rows."""
 
-_POSITIONS_FIRST = ("xlnet",)
-"""Model types whose blocks take states [T, rows, ...]: T may be B or M * B."""
+_ROWS_NOT_FIRST = ("gemma3n", "gemma3n_text", "xlnet")
+"""Model types whose blocks take states [T, rows, ...] or [4, rows, T, h]: the first dimension may be B or M * B."""
 
 _FOLDED_BESIDE_BLOCKS = ("longformer", "pvt_v2", "xmod")
 """Model types that use something of M * B rows beside the blocks: a mask, the number of rows, or their languages."""
@@ -141,6 +141,8 @@ class Trunk:
                 return known[1]
             if isinstance(value, tuple):
                 shorter: Any = tuple(cut(item) for item in value)
+            elif type(value) is dict:  # DeepSeek-V4 has a table of position embeddings for each kind of attention
+                shorter = {key: cut(item) for key, item in value.items()}
             elif not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != folded_rows:
                 return value
             else:
@@ -290,7 +292,7 @@ def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tupl
     if found is None or getattr(config, "alibi", False):
         return [], 0
     kind = getattr(config, "model_type", None)
-    if kind in (*_ROWS_TIMES_HEADS, *_POSITIONS_FIRST, *_FOLDED_BESIDE_BLOCKS):
+    if kind in (*_ROWS_TIMES_HEADS, *_ROWS_NOT_FIRST, *_FOLDED_BESIDE_BLOCKS):
         return [], 0
     if kind == "deberta-v2" and getattr(config, "conv_kernel_size", 0):  # it adds a convolution of M * B embeddings
         return [], 0

@@ -39,6 +39,21 @@ def test_activation_checkpointing_changes_no_gradient(name: str, enabled: str) -
     assert torch.equal(found, expected)
 
 
+def test_a_checkpointed_graph_has_two_backward_passes() -> None:
+    model, _, theta = prepared("llama-lora", torch.float64)
+    gradients = []
+    for checkpointed in (False, True):
+        leaf = theta.clone().requires_grad_()
+        with attach(model, theta) as bayesian:
+            if checkpointed:
+                switch_on_checkpointing(bayesian)
+            first, *others = bayesian.train()(**labelled("llama-lora"), theta=leaf).loss
+            first.backward(retain_graph=True)
+            sum(others).backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
 def count_norms(core: nn.Module) -> dict[str, int]:
     """Count the calls of each norm from now on; every block has norms."""
     counts: dict[str, int] = {}

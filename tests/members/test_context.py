@@ -38,3 +38,16 @@ def test_a_recomputed_block_sees_the_state_of_its_first_run() -> None:
     with restored:
         assert (context.num_rows, context.trunk) == (3, True)
     assert (context.num_rows, context.trunk) == (7, False)
+
+
+def test_a_block_is_recomputed_again_and_within_itself() -> None:
+    context = begun(num_rows=3)
+    _, restored = context.replayed()
+    context.begin(7, 4, trunk=False)
+    for _ in range(2):
+        with restored:
+            context.begin(5, 4, trunk=False)
+            with restored:
+                assert context.num_rows == 3
+            assert context.num_rows == 5
+        assert context.num_rows == 7

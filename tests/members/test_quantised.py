@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import default_dynamic_qconfig, quantize_dynamic
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    CvtConfig,
+    CvtForImageClassification,
+    FalconConfig,
+    FalconForCausalLM,
+    MobileViTV2Config,
+    MobileViTV2ForImageClassification,
+    TorchAoConfig,
+)
 
 from hf_bayes.core.layout import select
 from hf_bayes.members.quantised import guard
@@ -17,8 +27,9 @@ from hf_bayes.models import base as model_module
 from hf_bayes.models.attaching import attach
 from tests import runs
 from tests.members.reference import core_of, mixture, relative_error, scattered, separate_gradients, separate_logits
+from tests.members.test_checkpointing import count_norms
 from tests.models.written import generate, greedy, looped
-from tests.tiny_models import batch, tiny_llama, with_lora
+from tests.tiny_models import batch, switch_on_checkpointing, tiny_llama, with_lora
 
 TOLERANCE = 1e-5  # float32, a few hundred sums per number
 
@@ -100,9 +111,162 @@ def test_other_modules_with_linear_in_their_name_are_let_be() -> None:
             return x.detach(), positions
 
     model = nn.Sequential(LinearScaling())
+    model[0].weight = nn.Parameter(torch.ones(3))
     handles = guard(model)
     model[0](torch.ones(2, 3, requires_grad=True), torch.arange(3))
     assert len(handles) == 1
+
+
+class Int8WeightLinear(nn.Module):
+    """A linear layer with weights in int8, which its forward dequantises."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("quantised", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.quantised * self.scale).mT
+
+
+def int8_weights_llama() -> nn.Module:
+    model = tiny_llama(dtype=torch.float64)
+    for block in model.model.layers:
+        block.mlp.up_proj = Int8WeightLinear(block.mlp.up_proj)
+    return with_lora(model)
+
+
+def falcon() -> FalconForCausalLM:
+    config = FalconConfig(
+        vocab_size=320, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, hidden_dropout=0.0
+    )
+    torch.manual_seed(0)
+    return FalconForCausalLM(config).double()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [int8_weights_llama, lambda: with_lora(falcon(), target_modules=["query_key_value"])],
+    ids=["int8", "falcon"],
+)
+def test_the_guard_runs_within_activation_checkpointing(make: Callable[[], nn.Module]) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = make()
+        theta = scattered(model, select(model)).requires_grad_()
+        with attach(model, theta.detach()) as bayesian:
+            if checkpointed:
+                switch_on_checkpointing(bayesian)
+            runs = count_norms(model)
+            bayesian.train()(**labelled(), theta=theta).loss.sum().backward()
+        assert max(runs.values()) == 1 + checkpointed
+        gradients.append(theta.grad)
+    assert torch.equal(*gradients)
+
+
+def cvt() -> nn.Module:
+    """A model whose ``CvtSelfAttentionLinearProjection`` reshapes images [B, C, H, W] and has no weights."""
+    sizes: dict[str, Any] = {
+        "embed_dim": [8, 8, 16],
+        "num_heads": [1, 1, 2],
+        "depth": [1, 2, 3],
+        "drop_rate": [0.0] * 3,
+    }
+    return CvtForImageClassification(CvtConfig(**sizes, num_labels=3))
+
+
+def mobile_vit() -> nn.Module:
+    """A model whose ``MobileViTV2LinearSelfAttention`` is made of several layers, which count the rows they see."""
+    config = MobileViTV2Config(
+        width_multiplier=0.25, image_size=64, n_attn_blocks=[1, 1, 1], base_attn_unit_dims=[32] * 3, num_labels=3
+    )
+    return MobileViTV2ForImageClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "subspace"),
+    [(cvt, r"stages\.2\.layers\.[01]\.output"), (mobile_vit, r"encoder\.layer\.2.*convolution\.weight")],
+)
+def test_models_with_linear_in_their_class_names_train(make: Callable[[], nn.Module], subspace: str) -> None:
+    torch.manual_seed(0)
+    model = make().double().eval()
+    layout = select(model, subspace)
+    theta = scattered(model, layout)
+    inputs = {"pixel_values": torch.randn(2, 3, 64, 64).double(), "labels": torch.tensor([0, 1])}
+    _, expected = separate_gradients(model, layout, theta, [inputs] * len(theta))
+    leaf = theta.clone().requires_grad_()
+    with attach(model, theta, subspace=subspace) as bayesian:
+        bayesian(**inputs, theta=leaf).loss.sum().backward()
+    assert relative_error(leaf.grad, expected) < 1e-10
+
+
+class GroupedLinear(nn.Linear):
+    """DeepSeek-V4's layer: groups of features [..., groups, n] have a matrix each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btgi,goi->btgo", x, self.weight.view(x.shape[2], -1, x.shape[3]))
+
+
+class LinearWithoutFirstRow(nn.Linear):
+    """A layer that fails on one row alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[[1, 0]]
+
+
+class LinearRouter(nn.Linear):
+    """A layer that returns the numbers of experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(-1)
+
+
+class LinearAttention(nn.Linear):
+    """A block of layers with a weight of its own, as those of KimiLinear."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs)
+        self.inner = nn.Linear(num_inputs, num_inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
+class LinearClamp(nn.Module):
+    """A module without weights."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+@pytest.mark.parametrize("kind", [GroupedLinear, LinearWithoutFirstRow, LinearRouter, LinearAttention, LinearClamp])
+def test_layers_that_are_no_plain_linear_layers_are_let_be(kind: type[nn.Module]) -> None:
+    model, shapes = nn.Sequential(kind(4, 6)), []
+    guard(model)
+    model[0].apply(lambda module: module.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape)))
+    model(torch.ones(2, 5, 3, 4).requires_grad_())
+    assert shapes == [(2, 5, 3, 4)] * len(list(model[0].modules()))
+
+
+def test_a_layer_is_checked_on_an_input_of_its_own_shape() -> None:
+    class RoundingLinear(GroupedLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.round())
+
+    model = nn.Sequential(RoundingLinear(4, 6))
+    guard(model)
+    with pytest.raises(ValueError, match="RoundingLinear"):
+        model(torch.ones(2, 5, 3, 4).requires_grad_())
+
+
+def test_a_layer_that_gets_no_tokens_is_no_error() -> None:
+    model = nn.Sequential(Int8WeightLinear(nn.Linear(4, 6)))
+    guard(model)
+    model(torch.ones(0, 4).requires_grad_())
 
 
 # -- libraries that are no dependencies; `make test-slow` installs them ------------------------------------------------

@@ -1,4 +1,4 @@
-"""Models that use something of M * B rows beside their blocks, which the trunk would leave with other rows."""
+"""Models without a trunk: they use something of M * B rows beside their blocks, or their rows are not first."""
 
 from __future__ import annotations
 
@@ -30,12 +30,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
               "conv_dim": [8], "conv_kernel": [5], "conv_stride": [4], "num_feat_extract_layers": 1,
               "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "num_labels": 3,
               "classifier_proj_size": 8},
+    "Gemma3n": {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "hidden_size": 16,
+                "hidden_size_per_layer_input": 8, "intermediate_size": 24, "num_hidden_layers": 4,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_kv_shared_layers": 0,
+                "laurel_rank": 4, "layer_types": ["full_attention"] * 4, "activation_sparsity_pattern": [0.0] * 4,
+                "pad_token_id": 0},
 }  # fmt: skip
 
 
+HEADS = {"PvtV2": "ForImageClassification", "Gemma3n": "ForCausalLM"}
+CONFIGS = {"Gemma3n": "Gemma3nTextConfig"}
+
+
 def tiny(family: str) -> nn.Module:
-    head = "ForImageClassification" if family == "PvtV2" else "ForSequenceClassification"
-    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    head = HEADS.get(family, "ForSequenceClassification")
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**FAMILIES[family])
     return models._build(lambda: getattr(transformers, family + head)(config), 0, torch.float64).eval()
 
 
@@ -50,8 +59,9 @@ def inputs_of(family: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "subspace", "num_blocks"),
-    [(family, "last_layer", 0) for family in FAMILIES if family != "WavLM"]
-    + [("WavLM", "last_layer", 3), ("WavLM", r"layers\.2\.feed_forward", 0)],
+    [(family, "last_layer", 0) for family in FAMILIES if family not in ("WavLM", "Gemma3n")]
+    + [("WavLM", "last_layer", 3), ("WavLM", r"layers\.2\.feed_forward", 0)]
+    + [("Gemma3n", r"layers\.3\.self_attn\.[qvo]_proj", 0)],
 )
 def test_members_equal_separate_models(family: str, subspace: str, num_blocks: int) -> None:
     model, inputs = tiny(family), inputs_of(family)

@@ -13,6 +13,7 @@ from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeab
 from hf_bayes.members.engine import Members
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.inputs import num_positions_of, num_rows_of, shape_of
+from hf_bayes.members.last_feed_forward import CHECKED_POSITIONS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.language.packing import first_documents
 from hf_bayes.models.predictors import MemberLogLik
@@ -141,8 +142,9 @@ class CausalMembers:
         if last_feed_forward.runs_once is None and 0 < num_kept < num_positions_of(inputs):
             names = ("input_ids", "inputs_embeds")
             token = {name: inputs[name][:1, :1] for name in names if inputs.get(name) is not None}
+            prompt = {name: value.repeat_interleave(CHECKED_POSITIONS, 1) for name, value in token.items()}
             with self.members.bind(model.current[:1]):
-                last_feed_forward.count_calls(lambda: self.head.hidden({**token, "use_cache": False}))
+                last_feed_forward.count_calls(lambda: self.head.hidden({**prompt, "use_cache": False}))
         with last_feed_forward.on_last_positions(num_kept or None):
             return self.hidden(model, inputs, cache)
 
