@@ -107,6 +107,7 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     rows = _rows_to_train_on(host, setup, rows)
     saved = _resumed_checkpoint(host, resume)
     with given_back_on_error(setup.model):
+        host.checkpoint_activations()
         if saved is None:
             active = ActiveRun(host, setup, rows)
         else:

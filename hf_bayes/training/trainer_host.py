@@ -110,6 +110,13 @@ class TrainerHost:
         if isinstance(self.tokenizer, PreTrainedTokenizerBase | ProcessorMixin):
             align_special_tokens(self._trainer.model, self.tokenizer)
 
+    def checkpoint_activations(self) -> None:
+        """Switch activation checkpointing on, if the arguments ask for it.
+
+        Trainer does so at the beginning of ``train``. The trial of rates comes before that, and needs the memory, too.
+        """
+        compat.enable_checkpointing(self._trainer.model, self.args)
+
     def prepare(self, batch: Any) -> Any:
         """Move a batch to the device, as Trainer does."""
         return compat.prepared_inputs(self._trainer, batch)

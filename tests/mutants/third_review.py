@@ -101,6 +101,9 @@ THIRD_REVIEW = (
     Fault("hunt: a Space of a posterior beside itself", "pipelines/space.py",
           "if len(set(posteriors)) < len(posteriors):", "if len(posteriors) > 2:",
           ("pipelines/test_space.py::test_a_posterior_beside_itself_is_refused",)),
+    Fault("hunt: the trial of rates keeps all activations", "training/session.py",
+          "        host.checkpoint_activations()\n", "",
+          ("training/test_session.py::test_the_trial_of_rates_checkpoints_activations_too",)),
     # -- draws and penalties
     Fault("hunt: draws depend on the signs of eigenvectors", "distributions/covariance/kronecker.py",
           "self.variances.sqrt() * self._rotated(noise)", "self.variances.sqrt() * self._matrices(noise)",

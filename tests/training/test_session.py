@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
+from hf_bayes.members.compat.transformers import is_checkpointing
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -20,7 +21,7 @@ from hf_bayes.training.trainer import BayesianTrainer
 from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
 from tests import runs
 from tests.members.subject_models import bloom
-from tests.tiny_models import tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from tests.tiny_models import CHECKPOINTING, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 from tests.training.checkpointed import run
 
 SGHMC = SGHMCConfig(num_chains=2, draws_per_chain=2)
@@ -288,6 +289,19 @@ def test_a_schedule_that_exceeds_a_found_rate_is_refused(
         trainer.train()
     assert not begun
     assert "likelihood terms" not in caplog.text
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_trial_of_rates_checkpoints_activations_too(tmp_path: Path, asked: bool) -> None:
+    trainer = runs.trainer(tmp_path, MAPConfig(), learning_rate=None, max_steps=40, **{CHECKPOINTING: asked})
+    block = trainer.bayesian.core.get_decoder().layers[-1]
+    found: list[bool] = []  # of every forward pass with gradients
+    block.register_forward_pre_hook(
+        lambda module, _: found.append(is_checkpointing(module)) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    assert trainer.adamw_learning_rate is not None
+    assert set(found) == {asked}
 
 
 LATER = 9.0

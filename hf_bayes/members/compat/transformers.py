@@ -175,6 +175,16 @@ NAMES = (*_OF_MODELS, *_OF_CACHES, *_OF_GENERATION, *_OF_PIPELINES, *_OF_TRAINER
 # -- gradient checkpointing -------------------------------------------------------------------------------------------
 
 
+def enable_checkpointing(model: Any, args: Any) -> None:
+    """Switch checkpointing on as ``Trainer.train`` does, if the arguments of a trainer ask for it."""
+    is_new = hasattr(args, "activation_checkpointing")  # transformers 5.23
+    kind = "activation" if is_new else "gradient"
+    if getattr(args, f"{kind}_checkpointing"):
+        options = dict(getattr(args, f"{kind}_checkpointing_kwargs") or {})
+        own = {"every_n_layers": options.pop("every_n_layers", 1), "offload": options.pop("offload", False)}
+        getattr(model, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": options or None}, **own)
+
+
 def checkpointing_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that have a checkpointing flag."""
     return [module for module in model.modules() if hasattr(module, CHECKPOINTING)]
