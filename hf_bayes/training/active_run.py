@@ -227,13 +227,27 @@ class ActiveRun:
 
     @contextmanager
     def trunk_memory(self) -> Iterator[None]:
-        """Store, until the end of the block, the trunk's outputs for rows that come again in every epoch."""
+        """Store, until the end of the block, the trunk's outputs for rows that come again in every epoch.
+
+        Warn if there is nothing to store.
+        """
         trunk, budget = self.setup.model.members.trunk, self.host.args.trunk_memory_gib * 2**30
+        if budget and (reason := self._reason_without_memory()) is not None:
+            self.host.warn("trunk_memory_gib=%g stores nothing: %s", self.host.args.trunk_memory_gib, reason)
         trunk.memory = TrunkMemory(budget) if budget else None
         try:
             yield
         finally:
             trunk.memory = None
+
+    def _reason_without_memory(self) -> str | None:
+        """Return the reason why no output of the trunk can be used again; None if it can."""
+        trunk = self.setup.model.members.trunk
+        if trunk.num_blocks == 0:
+            return "no layer runs before all random parameters. Leave it out, or choose a smaller subspace"
+        if self.objective.passes.dropout and trunk.has_dropout:
+            return "with dropout, a row has another output each time. Set the model's dropout (and LoRA's) to 0"
+        return None
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate for a micro-batch: each member runs the wrapped model once for each gradient."""

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
+from tests.tiny_models import tiny_llama, with_lora
 from tests.training.trained import StopAfter
 
 
@@ -25,3 +27,20 @@ def test_a_run_stopped_in_its_warm_start_has_members(tmp_path, name):
     trainer = runs.trainer(tmp_path, config, callbacks=[StopAfter(2)])
     trainer.train()
     assert trainer.posterior.sample(2).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "reason"),
+    [
+        ({"layers_to_transform": [1]}, {}, None),
+        ({}, {}, "stores nothing: no layer runs before all random parameters"),
+        ({"layers_to_transform": [1], "lora_dropout": 0.1}, {}, "stores nothing: with dropout, a row has another"),
+        ({}, {"trunk_memory_gib": 0.0}, None),
+    ],
+)
+def test_a_memory_that_stores_nothing_is_said(tmp_path, caplog, options, changes, reason):
+    changes = {"trunk_memory_gib": 0.1, "minibatch": "shared"} | changes
+    trainer = runs.trainer(tmp_path, MAPConfig(), model=with_lora(tiny_llama(), **options), **changes)
+    trainer.train()
+    assert ("stores nothing" in caplog.text) == (reason is not None)
+    assert reason is None or reason in caplog.text
