@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, default_data_collator
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import require_seed
-from hf_bayes.core.types import Problem
+from hf_bayes.core.types import Prior
 from hf_bayes.diagnostics.informed_spread import InformedSpread
 from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.distributions.priors import build_prior
@@ -34,6 +34,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.calibrating import calibration_by_number, predicting_as_loaded, reason_without_temperature
 from hf_bayes.models.classification import problem_of
 from hf_bayes.models.inherited_prior import Inherited, inherit
+from hf_bayes.models.prediction_state import PredictionState
 from hf_bayes.models.preferences import REFERENCE, BayesianModelForPreferences
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
@@ -43,6 +44,8 @@ from hf_bayes.objectives.informed_spread import LEAST_ROWS, NUM_DRAWS, SPREAD_SH
 from hf_bayes.objectives.label_columns import with_columns
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.passes import member_passes
+from hf_bayes.objectives.starting import problem_for
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
@@ -189,12 +192,12 @@ def _fit(
         tempers = _takes_temperature(model, config, num_terms)
     total, num_rows = data.total(terms), len(data.rows)
     theta = model.current.detach().cpu()
-    problem = _problem(model, theta, config, total, most, inherited, seed)
+    problem = problem_for(model, _prior(model, theta, config, inherited), total, most_terms=most, seed=seed)
     data_access = data.access(model)
     scale = DataScale(total, num_rows, terms, rows_per_update=num_rows)
     mesh = ChainMesh(1, torch.device(model.device))
-    objective = ModelObjective(model, scale, mesh=mesh, seed=seed, data=data_access)
-    likelihood = model.likelihood
+    objective = ModelObjective(member_passes(model, mesh=mesh, seed=seed), scale, data=data_access)
+    before = PredictionState(model)
     try:
         run: Run[Any] = Run(config.build(problem), objective, theta, (), problem)  # it makes no update
         found = run.finish()
@@ -211,7 +214,7 @@ def _fit(
             prior=None if inherited is None else inherited.record,
         )  # fmt: skip
     finally:
-        model.likelihood = likelihood
+        before.restore()
         objective.close()
     return _with_temperature(model, posterior, data_access, mesh) if tempers else posterior
 
@@ -287,18 +290,10 @@ def _with_temperature(model: BayesianModel, posterior: Posterior, data: DataAcce
     return with_temperature(posterior, found.to_dict())
 
 
-def _problem(
-    model: BayesianModel, theta: Tensor, config: MethodConfig, num_data: float, most_terms: int | None,
-    inherited: Inherited | None, seed: int,
-) -> Problem:  # fmt: skip
+def _prior(model: BayesianModel, theta: Tensor, config: MethodConfig, inherited: Inherited | None) -> Prior:
+    """Return the prior of a fit around ``theta`` [M, d]."""
     if config.prior_mean == "initial":
         raise ValueError(
             'prior_mean="initial" is where training started, which a finished model no longer holds: use "zero"'
         )
-    gaussian = None if inherited is None else inherited.gaussian
-    prior = build_prior(config, model.layout, theta[0], model.model, gaussian)
-    return Problem(
-        num_data, prior, 1.0, 1, 0, model.layout.named_shapes, most_terms=most_terms,
-        root_columns=model.num_root_columns, noise_std=model.likelihood.noise_std,
-        lacks=model.likelihood.lacks, seed=seed,
-    )  # fmt: skip
+    return build_prior(config, model.layout, theta[0], model.model, None if inherited is None else inherited.gaussian)

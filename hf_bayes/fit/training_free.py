@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, default_data_collator
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import require_seed
-from hf_bayes.core.types import FinalPassResult, Problem, RowScores
+from hf_bayes.core.types import FinalPassResult, RowScores
 from hf_bayes.diagnostics.comparison import difference_std_error, row_scores
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.fit.finished_models import (
@@ -37,6 +37,8 @@ from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.label_columns import with_columns
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.passes import member_passes
+from hf_bayes.objectives.starting import problem_for
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
@@ -211,8 +213,9 @@ def _search(model: BayesianModel, config: Any, batches: Batches, num_rows: int, 
         return batches([2 * number for number in numbers])
 
     data = DataAccess(batches, num_rows, heldout=even, num_heldout=len(range(0, num_rows, 2)))
-    objective = ModelObjective(model, DataScale(1.0, num_rows, None, num_rows), seed=seed, data=data)
-    problem = Problem(1.0, FlatPrior(), 1.0, 1, 0, model.layout.named_shapes, seed=seed)
+    scale = DataScale(1.0, num_rows, None, num_rows)
+    objective = ModelObjective(member_passes(model, seed=seed), scale, data=data)
+    problem = problem_for(model, FlatPrior(), 1.0, seed=seed)
     try:
         run: Run[Any] = Run(config.build(problem), objective, theta, (), problem)
         return run.finish()

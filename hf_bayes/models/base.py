@@ -55,8 +55,9 @@ class BayesianModel(HostMethods):
     posterior: Posterior | None = None
     calibrated: bool = True
     task: ClassVar[str]
-    auto_class: ClassVar[Any]
-    """The auto class of transformers that loads the base model."""
+    auto_class: ClassVar[Any]  # of transformers: it loads the base model
+    prediction_fields: tuple[str, ...] = ("posterior", "predictor", "calibrated", "likelihood", "members_per_pass")
+    """The attributes, besides members, that a trainer or a fit may change: ``PredictionState`` gives them back."""
     term_kind: ClassVar[str] = "outputs"
     """A likelihood term is "outputs" (of a row, or a labelled token), the next "token", or a pair of "answers"."""
     predicts_its_terms: ClassVar[bool] = True  # False: a loaded posterior does not predict these terms, as after DPO
@@ -71,8 +72,7 @@ class BayesianModel(HostMethods):
         refuse_foreign(model, core)
         refuse_theta(layout, theta)
         super().__init__(cast(PreTrainedConfig, core.config))
-        self.model, self.layout = model, layout
-        self._restoration = Restoration(model)
+        self.model, self.layout, self._restoration = model, layout, Restoration(model)
         self.members = Members(model, core, layout, trunk=trunk)
         self.members_per_pass: int | None = None
         self.check_inputs, self.current_members, self.lock = InputCheck(core), CurrentMembers(), CopyableLock()

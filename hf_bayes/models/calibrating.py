@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.metrics.calibration import NUM_GROUPS, Calibration, GroupSums, fit_calibration
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.prediction_state import PredictionState
 from hf_bayes.models.predictors import Predictive, num_averaged
 from hf_bayes.posteriors.posterior import Posterior
 
@@ -29,16 +30,15 @@ def reason_without_temperature(model: BayesianModel) -> str | None:
 @contextmanager
 def predicting_as_loaded(model: BayesianModel, posterior: Posterior) -> Iterator[None]:
     """Predict as a model that is loaded from the posterior does, until the end of the block."""
-    before: tuple[Any, Any, bool] = model.posterior, model.predictor, model.calibrated
-    with model.current_members.restored():
-        try:
-            model.posterior, model.calibrated = posterior, True
-            model.predict_by(posterior.config.prediction)
-            if model.is_closed_form:  # members of a run are no part of it
-                model.show(None)
-            yield
-        finally:
-            model.posterior, model.predictor, model.calibrated = before
+    before = PredictionState(model)
+    try:
+        model.posterior, model.calibrated = posterior, True
+        model.predict_by(posterior.config.prediction)
+        if model.is_closed_form:  # members of a run are no part of it
+            model.show(None)
+        yield
+    finally:
+        before.restore()
 
 
 def calibration_by_number(

@@ -61,6 +61,7 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
 
     term_kind = "answers"
     predicts_its_terms: ClassVar[bool] = False
+    prediction_fields = (*BayesianModelForCausalLM.prediction_fields, "reference", "other_reference", "_known")
 
     def __init__(
         self, model: nn.Module, layout: Layout, theta: Tensor, *, config: DirectPreferences, trunk: bool = True

@@ -22,6 +22,11 @@ class DataScale(NamedTuple):
     num_terms: int | None
     rows_per_update: int
 
+    @property
+    def update_fraction(self) -> float | None:
+        """The share of the rows that an update sees; None for a stream."""
+        return None if self.num_rows is None else self.rows_per_update / self.num_rows
+
     def factor(self, terms: Tensor) -> float | Tensor:
         """Return the factor that makes the log-likelihood of an update stand for all data.
 

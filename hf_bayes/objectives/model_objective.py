@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bayes.chains.objective import FailureWords
-from hf_bayes.core.tensors import with_tensors
 from hf_bayes.core.types import Evaluation, RowScores
-from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.all_rows import gradient_of_all_rows
@@ -31,16 +27,13 @@ class ModelObjective:
     """The log-likelihood of a model for the chains of this process, its gradient, and passes over all data.
 
     Args:
-        model, shared, dropout, seed, members_per_pass, context: fields of ``MemberPasses``.
+        passes: the passes over micro-batches, with the model, the mesh and the chains of this process.
         scale: the size of the data and of an update.
-        mesh: the processes; None is this one alone.
-        chains: the chains of this process; None: all chains of the mesh.
+        data: rows by number; None if no method needs them.
+        private: the rows of this process, if processes keep their rows to themselves; otherwise None.
         in_float64: log-likelihoods stay in float64, because kernels compare energies.
         returns_batches: an evaluation has ``batch_log_lik``.
         measures_noise: an evaluation with a gradient has ``grad_variance``, from its micro-batches.
-        private: the rows of this process, if processes keep their rows to themselves; otherwise None.
-        prepare: a function that moves a batch to the device; None moves it to the device of the model.
-        data: rows by number; None if no method needs them.
     """
 
     words = FailureWords(
@@ -53,39 +46,19 @@ class ModelObjective:
 
     def __init__(
         self,
-        model: BayesianModel,
+        passes: MemberPasses,
         scale: DataScale,
         *,
-        mesh: ChainMesh | None = None,
-        shared: bool = True,
-        chains: range | None = None,
-        dropout: bool = False,
+        data: DataAccess | None = None,
+        private: PrivateRows | None = None,
         in_float64: bool = False,
         returns_batches: bool = False,
         measures_noise: bool = False,
-        seed: int = 0,
-        members_per_pass: int | None = None,
-        private: PrivateRows | None = None,
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        prepare: Callable[[Any], Any] | None = None,
-        data: DataAccess | None = None,
     ) -> None:
-        mesh = ChainMesh(len(model.theta), model.device) if mesh is None else mesh
-        self.passes = MemberPasses(
-            model,
-            mesh,
-            mesh.chains if chains is None else chains,
-            shared=shared,
-            dropout=dropout,
-            seed=seed,
-            members_per_pass=members_per_pass,
-            context=context,
-            prepare=prepare or partial(_to_device, model),
-        )
-        self.scale, self.private, self.data = scale, private, data
+        self.passes, self.scale, self.data, self.private = passes, scale, data, private
         self.in_float64, self.returns_batches, self.measures_noise = in_float64, returns_batches, measures_noise
         self._heldout: HeldOutRows | None = None
-        settings = model.likelihood.config
+        settings = self.model.likelihood.config
         if settings is not None and settings.advice:  # a user's likelihood adds its advice
             self.words = self.words._replace(cause=f". {settings.advice}")
 
@@ -195,8 +168,3 @@ class ModelObjective:
         if self._heldout is not None:
             self._heldout.close()
             self._heldout = None
-
-
-def _to_device(model: BayesianModel, batch: Any) -> Any:
-    """Return a batch with its tensors on the device of a model."""
-    return with_tensors(batch, lambda tensor: tensor.to(model.device))

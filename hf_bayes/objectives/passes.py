@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from hf_bayes.core.anchors import at_each_point
 from hf_bayes.core.rng import seed_of
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
@@ -57,7 +59,9 @@ def value_and_gradient(
 
 @dataclass(frozen=True)
 class MemberPasses:
-    """The passes of the chains of a process over micro-batches. For other settings, ``dataclasses.replace`` copies it.
+    """The passes of the chains of a process over micro-batches. ``member_passes`` makes one, with defaults.
+
+    For other settings, ``dataclasses.replace`` copies it.
 
     Attributes:
         model: an attached model.
@@ -162,3 +166,34 @@ class MemberPasses:
         if self.model.training and self.model.members.trunk.has_dropout:
             place = (self.chains[members.start], self.mesh.data_rank, step, micro)
             torch.manual_seed(seed_of(self.seed, "dropout", *place))
+
+
+def member_passes(
+    model: BayesianModel,
+    *,
+    mesh: ChainMesh | None = None,
+    chains: range | None = None,
+    shared: bool = True,
+    dropout: bool = False,
+    seed: int = 0,
+    members_per_pass: int | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prepare: Callable[[Any], Any] | None = None,
+) -> MemberPasses:
+    """Return the passes of the chains of this process.
+
+    Args:
+        model, shared, dropout, seed, members_per_pass, context: fields of ``MemberPasses``.
+        mesh: the processes; None is this one alone.
+        chains: the chains of this process; None: all chains that the mesh gives to it.
+        prepare: a function that moves a batch to the device; None moves it to the device of the model.
+    """
+    mesh = ChainMesh(len(model.theta), model.device) if mesh is None else mesh
+    chains = mesh.chains if chains is None else chains
+    prepare = prepare or partial(_to_device, model)
+    return MemberPasses(model, mesh, chains, shared, dropout, seed, members_per_pass, context, prepare)
+
+
+def _to_device(model: BayesianModel, batch: Any) -> Any:
+    """Return a batch with its tensors on the device of a model."""
+    return with_tensors(batch, lambda tensor: tensor.to(model.device))

@@ -1,9 +1,12 @@
-"""Start the chains of a method on a model: the one place that puts prior, method, objective and generators together."""
+"""Start the chains of a method on a model: put prior, method, objective and generators together.
+
+A fit to a finished model, which makes no update, takes ``problem_for`` alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +15,7 @@ from hf_bayes.chains.run import Run
 from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import burn_in_steps, draw_steps
-from hf_bayes.core.types import Kernel, Problem, Rule
+from hf_bayes.core.types import Kernel, Prior, Problem, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.distributions.priors import build_prior
@@ -24,6 +27,8 @@ from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.own_settings import Settings, TryRates, settle
+from hf_bayes.objectives.passes import MemberPasses, member_passes
+from hf_bayes.objectives.private_rows import PrivateRows
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan, range_test
 
 
@@ -60,25 +65,13 @@ def scale_of(
 
 
 def start_run(
-    model: BayesianModel,
-    method: MethodConfig,
-    scale: DataScale,
-    *,
-    num_steps: int,
-    learning_rate: float | None,
-    seed: int = 0,
-    start: Tensor | None = None,
-    theta: Tensor | None = None,
-    inherited: Gaussian | None = None,
-    mesh: ChainMesh | None = None,
-    most_terms: int | None = None,
-    batch_fraction: float | None = None,
-    trial_updates: Callable[[], Iterable[list[Any]]] | None = None,
-    found_rate: float | None = None,
-    falls: bool = True,
-    progress: bool = False,
-    **options: Any,
-) -> StartedRun:
+    model: BayesianModel, method: MethodConfig, scale: DataScale, *, num_steps: int, learning_rate: float | None,
+    seed: int = 0, start: Tensor | None = None, theta: Tensor | None = None, inherited: Gaussian | None = None,
+    mesh: ChainMesh | None = None, data: DataAccess | None = None, private: PrivateRows | None = None,
+    most_terms: int | None = None, batch_fraction: float | None = None,
+    trial_updates: Callable[[], Iterable[list[Any]]] | None = None, found_rate: float | None = None,
+    falls: bool = True, progress: bool = False, **options: Any,
+) -> StartedRun:  # fmt: skip
     """Return the chains of a method on a model, each with a seeded starting point of its own.
 
     Args:
@@ -92,33 +85,42 @@ def start_run(
         theta: [M, d] the starting points of the chains of this process; None draws them around ``start``.
         inherited: an earlier posterior, which is the prior; None takes the prior of the config.
         mesh: the processes; None is this one alone.
+        data: rows by number, for a method that passes over them; None without such rows.
+        private: the rows of this process, if processes keep their rows to themselves; otherwise None.
         most_terms, batch_fraction: likelihood terms of the largest row, and the share of the data in a batch, if known.
         trial_updates: returns the batches of updates, shared by all chains, to try learning rates of AdamW on.
         found_rate: the rate that this trial has found, for a run that resumes.
         falls: the rate that an optimiser finds for itself falls linearly to 0; False leaves this to the caller.
         progress: show a progress bar for the trial.
-        options: further arguments of ``ModelObjective``, such as ``shared`` or ``context``.
+        options: further arguments of ``member_passes``, such as ``shared`` or ``context``.
     Raises:
         ValueError: if the method cannot run on this problem.
     """
-    _require_rows(method, options.get("data"))
+    _require_rows(method, data)
     mesh = ChainMesh(method.num_chains, model.device) if mesh is None else mesh
     start = model.theta.detach()[0] if start is None else start
     theta = initial_members(model.layout, start, method, seed=seed, chains=mesh.chains) if theta is None else theta
     prior = build_prior(method, model.layout, start, model.model, inherited)
-    problem = _problem_of(model, scale, prior.to(theta), num_steps, batch_fraction, most_terms, seed)
+    problem = problem_for(
+        model, prior.to(theta), scale.num_data, num_steps=num_steps, most_terms=most_terms,
+        batch_fraction=batch_fraction, update_fraction=scale.update_fraction, seed=seed,
+    )  # fmt: skip
+    passes = member_passes(model, mesh=mesh, seed=seed, **options)
     trial = None
     if trial_updates is not None:
-        alone = partial(ModelObjective, model, scale, mesh=mesh, seed=seed, **_of_shared_rows(options))
-        trial = _trial(alone, start.to(theta), problem, trial_updates, method.prior_weight, progress=progress)
+        trial = _trial(passes, scale, start.to(theta), problem, trial_updates, method.prior_weight, progress=progress)
     settings = settle(method, learning_rate, num_steps, trial, found_rate, falls=falls)
-    problem = _with_settings(problem, settings, has_rows=options.get("data") is not None)
+    problem = _with_settings(problem, settings, has_rows=data is not None)
     built = build(settings.method, problem)
-    needs, warm_start = _needs_of(settings.method, built, problem), settings.method.num_warm_start_steps
-    objective = ModelObjective(model, scale, mesh=mesh, seed=seed, **needs, **options)
+    needs = _needs_of(settings.method, built, problem)
+    # an exact kernel needs a target that does not change between two evaluations
+    passes = replace(passes, dropout=not built.is_exact)
+    objective = ModelObjective(passes, scale, data=data, private=private, **needs)
     rngs = generators_of(settings.method, problem, seed, method.num_chains, chains=mesh.chains, device=theta.device)
-    options = {"chains": mesh.chains, "watch_noise": objective.measures_noise}
-    run = Run(built, objective, theta, rngs, problem, warm_start=warm_start, **options)
+    run = Run(
+        built, objective, theta, rngs, problem, chains=mesh.chains, watch_noise=objective.measures_noise,
+        warm_start=settings.method.num_warm_start_steps,
+    )  # fmt: skip
     return StartedRun(run, objective, prior, settings)
 
 
@@ -135,19 +137,27 @@ def _require_rows(method: MethodConfig, data: DataAccess | None) -> None:
         )
 
 
-def _problem_of(
+def problem_for(
     model: BayesianModel,
-    scale: DataScale,
-    prior: IndependentPrior | Gaussian,
-    num_steps: int,
-    batch_fraction: float | None,
-    most_terms: int | None,
+    prior: Prior,
+    num_data: float,
+    *,
+    num_steps: int = 1,
+    most_terms: int | None = None,
+    batch_fraction: float | None = None,
+    update_fraction: float | None = None,
     seed: int,
 ) -> Problem:
-    """Return the problem of a run whose learning rate and draws are not settled yet."""
-    update_fraction = None if scale.num_rows is None else scale.rows_per_update / scale.num_rows
+    """Return the problem of a run on a model, before its learning rate and its draws are settled.
+
+    Args:
+        model: an attached model.
+        prior: log p(theta).
+        num_data: N, the number of likelihood terms that the data count as.
+        num_steps, most_terms, batch_fraction, update_fraction, seed: fields of ``Problem``.
+    """
     return Problem(
-        num_data=scale.num_data, prior=prior, learning_rate=1.0, num_steps=num_steps, burn_in=0,
+        num_data=num_data, prior=prior, learning_rate=1.0, num_steps=num_steps, burn_in=0,
         shapes=model.layout.named_shapes, batch_fraction=batch_fraction,
         update_fraction=update_fraction, most_terms=most_terms,
         root_columns=model.num_root_columns, noise_std=model.likelihood.noise_std,
@@ -155,13 +165,9 @@ def _problem_of(
     )  # fmt: skip
 
 
-def _of_shared_rows(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an objective whose members all see the same rows."""
-    return {name: value for name, value in options.items() if name not in ("shared", "private", "data")}
-
-
 def _trial(
-    objective_of: Callable[..., ModelObjective],
+    passes: MemberPasses,
+    scale: DataScale,
     start: Tensor,
     problem: Problem,
     updates: Callable[[], Iterable[list[Any]]],
@@ -172,7 +178,7 @@ def _trial(
     """Return the function that tries learning rates, one member for each rate, on the same rows."""
 
     def trial(plan: TrialPlan, adamw_steps: int) -> RangeTest:
-        objective = objective_of(chains=range(len(plan.rates)))
+        objective = ModelObjective(replace(passes, chains=range(len(plan.rates)), shared=True), scale)
         return range_test(
             objective, start, problem, updates(), plan=plan, num_steps=adamw_steps, prior_weight=prior_weight,
             progress=progress,
@@ -204,7 +210,6 @@ def _needs_of(method: MethodConfig, built: Rule[Any] | Kernel[Any], problem: Pro
     """Return the evaluations that a method needs, as arguments of ``ModelObjective``."""
     exact, needs = built.is_exact, method.requirements
     return {
-        "dropout": not exact,  # an exact kernel needs a target that does not change between two evaluations
         "in_float64": exact,
         "returns_batches": exact and not needs.all_data_in_every_update,
         # a whitened chain measures the noise itself, in its own coordinates

@@ -9,6 +9,7 @@ from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.methods.registry import adamw_rule
 from hf_bayes.objectives.map_estimate import map_estimate
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.passes import member_passes
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.trainer_host import TrainerHost
@@ -33,9 +34,8 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
         return start
     count = args.map_updates if args.map_updates is not None else -(-steps * method.num_chains // 10)
     count = min(count, steps)
-    objective = ModelObjective(
+    passes = member_passes(
         setup.model,
-        active.rows.scale,
         mesh=setup.mesh,
         chains=range(1),
         seed=args.seed,
@@ -48,7 +48,7 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
         with evaluating(setup.model):
             return map_estimate(
                 adamw_rule(energy, prior_weight=method.prior_weight),
-                objective,
+                ModelObjective(passes, active.rows.scale),
                 start,
                 energy,
                 active.rows.shared_updates(),

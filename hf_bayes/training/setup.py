@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.loading.base_model import warn_of_resized_base
 from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
+from hf_bayes.models.prediction_state import PredictionState
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.models.refusals import refuse_other_likelihood
 from hf_bayes.posteriors.storage import check_writable
@@ -35,9 +35,6 @@ from hf_bayes.training.trainer_host import eval_sets, expected_updates, heldout_
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.likelihoods import Likelihood
-
-_CHANGED = ("predictor", "calibrated", "members_per_pass", "reference", "other_reference", "likelihood")
-"""Attributes of a Bayesian model that a trainer changes, besides its members."""
 
 
 class Setup(NamedTuple):
@@ -179,34 +176,14 @@ def given_back_on_error(model: BayesianModel, *, was_attached: bool = True) -> I
         was_attached: True if the model had members before: it gets them back, with its way of prediction and its
             modes. False: the model inside is detached.
     """
-    state = _state_of(model)
+    before, modes = PredictionState(model), [(module, module.training) for module in model.modules()]
     try:
         yield
     except BaseException:
         if was_attached:
-            _given_back(model, state)
+            before.restore()
+            for module, mode in modes:
+                module.training = mode
         else:
             model.detach()
         raise
-
-
-def _state_of(model: BayesianModel) -> dict[str, Any]:
-    """Return all that a trainer changes in a Bayesian model: its members, its way of prediction, and its modes."""
-    found = {name: getattr(model, name) for name in _CHANGED if hasattr(model, name)}
-    return {
-        **found,
-        "current_members": copy.copy(model.current_members),
-        "theta": model.theta.data,
-        "batch_statistics": model.members.context.batch_statistics,
-        "modes": [(module, module.training) for module in model.modules()],
-    }
-
-
-def _given_back(model: BayesianModel, state: dict[str, Any]) -> None:
-    """Give a Bayesian model the state of ``_state_of`` back, on the device where the model is now."""
-    model.place(state["theta"])
-    model.members.context.batch_statistics = state["batch_statistics"]
-    for module, mode in state["modes"]:
-        module.training = mode
-    for name in state.keys() - {"theta", "batch_statistics", "modes"}:
-        setattr(model, name, state[name])

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.passes import member_passes
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from tests.tiny_models import batch, tiny_bert
 
@@ -19,7 +20,8 @@ CHAINS = 3
 def classifier(likelihood: LikelihoodConfig | None = None, **options: Any) -> ModelObjective:
     model = attach(tiny_bert(), subspace="last_layer", num_members=CHAINS, likelihood=likelihood)
     scale = DataScale(100.0, num_rows=40, num_terms=40, rows_per_update=8)
-    return ModelObjective(model, scale, **options)
+    of_passes = {name: options.pop(name) for name in options.keys() & {"shared", "members_per_pass"}}
+    return ModelObjective(member_passes(model, **of_passes), scale, **options)
 
 
 def rows(seed: int, count: int = 4) -> dict[str, Tensor]:

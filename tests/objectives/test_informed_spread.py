@@ -21,6 +21,7 @@ from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.informed_spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.passes import member_passes
 from tests.objectives.classifier import classifier
 from tests.objectives.test_all_rows import by_number
 from tests.tiny_models import tiny_bert
@@ -79,7 +80,7 @@ def test_a_module_that_is_called_twice_is_not_measured() -> None:
     layers[0].attention.self.query = layers[1].attention.self.query
     bayesian = attach(model, subspace="layer.0.attention.self.query", num_members=3)
     scale = DataScale(100.0, num_rows=40, num_terms=40, rows_per_update=8)
-    objective = ModelObjective(bayesian, scale, data=DataAccess(by_number, 40))
+    objective = ModelObjective(member_passes(bayesian), scale, data=DataAccess(by_number, 40))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert measured(draws_near(objective), objective) is None

@@ -7,6 +7,7 @@ from torch import Tensor
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.passes import member_passes
 from tests.objectives.classifier import CHAINS, brute_force, classifier, rows, theta_near
 from tests.tiny_models import batch, tiny_llama, with_lora
 
@@ -46,7 +47,7 @@ def test_parts_of_an_update_average_to_the_whole() -> None:
 
 def test_dropout_masks_are_a_function_of_step_and_micro_batch() -> None:
     model = attach(with_lora(tiny_llama(attention_dropout=0.5)), num_members=2)
-    objective = ModelObjective(model, DataScale(10.0, 8, 80, 4), dropout=True, seed=3)
+    objective = ModelObjective(member_passes(model, dropout=True, seed=3), DataScale(10.0, 8, 80, 4))
     one = {**batch(seed=0, rows=4)}
     one["labels"] = one["input_ids"]
 

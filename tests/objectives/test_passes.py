@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.objectives.passes import value_and_gradient
+from hf_bayes.models.attaching import attach
+from hf_bayes.objectives.passes import member_passes, value_and_gradient
 from tests.objectives.classifier import CHAINS, classifier, rows, theta_near
+from tests.tiny_models import tiny_bert
 
 THETA = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 
@@ -49,6 +51,14 @@ def test_chains_with_rows_of_their_own_see_those_rows_only() -> None:
     seen = [passes.rows_of(batch, members)["input_ids"] for members in chunks]
     assert torch.equal(torch.cat(seen), batch["input_ids"])
     assert [len(ids) for ids in seen] == [8, 4]
+
+
+def test_without_settings_the_passes_are_of_all_members_on_shared_rows() -> None:
+    model = attach(tiny_bert(), subspace="last_layer", num_members=CHAINS)
+    passes = member_passes(model)
+    assert (passes.chains, passes.num_groups, passes.dropout) == (range(CHAINS), 1, False)
+    assert passes.prepare(rows(0))["input_ids"].device == model.device
+    assert member_passes(model, chains=range(1)).chains == range(1)
 
 
 def test_a_copy_for_shared_rows_leaves_the_original_as_it_was() -> None:

@@ -14,10 +14,10 @@ from hf_bayes.fit.finished_models import batches_by_number
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
-from hf_bayes.objectives.starting import start_run
+from hf_bayes.objectives.starting import problem_for, start_run
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
-from tests.tiny_models import tiny_llama, with_lora
+from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
 
 def test_a_loop_without_a_trainer_runs_the_trainers_chains(tmp_path: Path) -> None:
@@ -73,6 +73,16 @@ def test_without_an_update_the_last_pass_is_at_the_start() -> None:
         else:
             with pytest.raises(ValueError, match="the run has no update yet"):
                 run.finish()
+
+
+def test_a_fit_has_the_problem_of_a_run_on_the_same_model() -> None:
+    model = attach(tiny_bert(num_labels=1), subspace="last_layer", noise_std=0.5)
+    scale = DataScale(num_data=20.0, num_rows=10, num_terms=10, rows_per_update=2)
+    run, *_ = start_run(model, SGHMCConfig(num_chains=1), scale, num_steps=4, learning_rate=1e-2, most_terms=1, seed=3)
+    of_run, of_fit = run.problem, problem_for(model, run.problem.prior, 20.0, most_terms=1, seed=3)
+    own = {"num_steps": 1, "update_fraction": None, "learning_rate": 1.0, "burn_in": 0, "draw_steps": of_fit.draw_steps}
+    assert of_fit == of_run._replace(**own)
+    assert (of_fit.noise_std, of_fit.root_columns, of_run.update_fraction) == (0.5, 1, 0.2)
 
 
 @pytest.mark.parametrize(("learning_rate", "expected"), [(None, [False, True] * 4), (1e-2, [False] * 8)])
