@@ -18,6 +18,7 @@ from hf_bayes.core.tensors import with_tensors
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.attaching import MODELS, attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.language.packing import refuse_mixed_documents
 from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.refusals import refuse_other_likelihood
 from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
@@ -145,14 +146,22 @@ def check_sizes(batch_size: Any, num_data: Any, data_unit: Any) -> None:
         raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
 
 
-def check_likelihood(model: BayesianModel, data: Any, collate: Callable[..., Any]) -> None:
-    """Check, on the first rows, that a user's likelihood is a finite sum over likelihood terms."""
-    if not model.likelihood.has_check:
-        return
-    rows = range(min(NUM_CHECKED, len(data)))
-    with torch.no_grad():
-        for batch in batches_by_number(data, rows, model=model, collate=collate, batch_size=NUM_CHECKED):
-            model.each_term(batch, model.likelihood.check)
+def check_first_rows(model: BayesianModel, data: Any, collate: Callable[..., Any]) -> None:
+    """Check, on the first rows, that the model gives them a likelihood.
+
+    Raises:
+        ValueError: if a user's likelihood is no finite sum over likelihood terms, or the model mixes packed documents.
+    """
+
+    def first(count: int) -> dict[str, Any]:
+        rows = range(min(count, len(data)))
+        return next(batches_by_number(data, rows, model=model, collate=collate, batch_size=count))
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # a collator may be random
+        if model.likelihood.has_check:
+            model.each_term(first(NUM_CHECKED), model.likelihood.check)
+        if model.term_kind == "token":
+            refuse_mixed_documents(model, model.theta.detach()[:2], first(2))  # a collator may pack rows together
 
 
 def labelled_batches(

@@ -22,7 +22,7 @@ from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.fit.finished_models import (
     batches_by_number,
-    check_likelihood,
+    check_first_rows,
     check_sizes,
     config_for,
     model_to_fit,
@@ -185,7 +185,7 @@ def _fit(
     config.spec.check_likelihood(model.likelihood.lacks)
     terms, most = count(data.rows, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
-    check_likelihood(model, data.rows, data.collate)
+    check_first_rows(model, data.rows, data.collate)
     tempers = False
     if data.heldout is not None:
         num_terms, _ = count(data.heldout, name="heldout", both_halves=config.requirements.heldout == "split")

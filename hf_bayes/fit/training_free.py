@@ -22,7 +22,7 @@ from hf_bayes.diagnostics.comparison import difference_std_error, row_scores
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.fit.finished_models import (
     batches_by_number,
-    check_likelihood,
+    check_first_rows,
     check_sizes,
     config_for,
     model_to_fit,
@@ -98,7 +98,7 @@ def fit_training_free(
     with model_to_fit(model, subspace, noise_std, likelihood, load=load_adapter) as (bayesian, subspace):
         collate = with_columns(bayesian.likelihood, collate or default_data_collator)
         _check_terms(bayesian, config, heldout, collate)
-        check_likelihood(bayesian, heldout, collate)
+        check_first_rows(bayesian, heldout, collate)
         batches = functools.partial(batches_by_number, heldout, model=bayesian, collate=collate, batch_size=batch_size)
         stored = {"subspace": subspace, "num_data": num_data, "data_unit": data_unit, "tokenizer": tokenizer}
         return _fit(bayesian, config, batches, len(heldout), seed=seed, stored=stored)

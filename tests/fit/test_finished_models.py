@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import default_data_collator
+from transformers import DataCollatorWithFlattening, default_data_collator
 
 from hf_bayes import BayesianModelForSequenceClassification, MAPConfig, MCDropoutConfig, SWAGConfig, fit_mc_dropout
 from hf_bayes.fit.finished_models import (
     as_bayesian,
     batches_by_number,
+    check_first_rows,
     check_rows,
     check_sizes,
     config_for,
@@ -22,7 +23,9 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.weighted import Weighted
-from tests.tiny_models import tiny_bert
+from tests import runs
+from tests.members.subject_models import bloom
+from tests.tiny_models import tiny_bert, tiny_gpt2
 
 
 def test_a_plain_model_is_detached_and_a_bayesian_one_is_not() -> None:
@@ -112,6 +115,20 @@ def test_labels_carry_the_columns_of_the_likelihood() -> None:
 def test_wrong_sizes_are_refused(given: tuple[int, float | None, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_sizes(*given)
+
+
+def test_documents_that_would_mix_are_refused_by_a_fit() -> None:
+    rows, collate = runs.token_rows((5, 7, 4, 9)), DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    before = torch.get_rng_state()
+    with (
+        attach(bloom(torch.float32), subspace="last_block") as mixing,
+        attach(tiny_gpt2(), subspace="last_block") as apart,
+    ):
+        with pytest.raises(ValueError, match="lets packed documents see each other"):
+            check_first_rows(mixing, rows, collate)
+        check_first_rows(apart, rows, collate)
+        check_first_rows(mixing, rows, runs.padding_collator())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_rows_that_need_padding_are_named() -> None:
