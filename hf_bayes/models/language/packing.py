@@ -54,7 +54,7 @@ def refuse_mixed_documents(model: BayesianModel, theta: Tensor, inputs: dict[str
         advice = "" if has_masks else ", or try attn_implementation='sdpa': its masks separate documents in most models"
         raise ValueError(
             f"{type(model.core).__name__} with attention {attention!r} lets packed documents see each other: their "
-            f"likelihood would depend on what they are packed with. Do not pack rows (in TRL's trainers: packing=False and "
+            f"likelihood would depend on what they are packed with. Do not pack rows (in TRL: packing=False and "
             f"padding_free=False){advice}"
         )
 
