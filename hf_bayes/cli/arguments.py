@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -157,7 +158,10 @@ class ModelArguments:
             layers_to_transform=self.lora_layers,
             modules_to_save=_modules_of(model, new) or None,
         )
-        adapted = get_peft_model(model, lora)
+        with warnings.catch_warnings():
+            # peft sees for each layer whether its weight is transposed, as GPT-2's are, and sets this field by itself
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to ")
+            adapted = get_peft_model(model, lora)
         return adapted
 
     def _check(self) -> None:

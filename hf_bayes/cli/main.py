@@ -40,7 +40,21 @@ WRONG_INPUT = (ValueError, OSError, ImportError, FloatingPointError)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default ``sys.argv[1:]``, and return the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _status(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # a reader that has ended is noticed here, and not when Python shuts down
+    except BrokenPipeError:
+        if _has_reader():
+            raise
+        # The reader, such as head, has what it wanted. Python would write the rest when it shuts down, and rich gives
+        # the same status (Python's documentation, "Note on SIGPIPE").
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _status(given: list[str]) -> int:
+    """Run a command line, and return the exit status."""
     traceback = "--traceback" in given
     given = [word for word in given if word != "--traceback"]
     if not given or given[0] in ("-h", "--help"):
@@ -57,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with readable_errors(), quiet_libraries():
             _run(name, rest)
     except WRONG_INPUT as error:
-        if traceback:
+        if traceback or (isinstance(error, BrokenPipeError) and not _has_reader()):
             raise
         print(f"hf-bayes {name}: {_sentence(error)}", file=sys.stderr)
         return 2
@@ -66,6 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         _end_processes()
     return 0
+
+
+def _has_reader() -> bool:
+    """Check by an empty line whether the output is read: the pipe of another process may have broken."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _run(name: str, given: list[str]) -> None:

@@ -15,7 +15,7 @@ from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.output_file import check_file
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.pipelines.records import PARTS
-from hf_bayes.pipelines.rendering import to_html
+from hf_bayes.pipelines.rendering import context_of, to_html
 
 
 @dataclass
@@ -43,18 +43,29 @@ def show(records: Sequence[Mapping[str, Any]], output: OutputArguments) -> None:
             print(json_text(record))
         return
     console = Console()
-    for record in records:
-        console.print(table(record))
+    for number, record in enumerate(records, 1):
+        console.print(table(record, title=f"{number}. {_beginning(record)}" if len(records) > 1 else None))
 
 
-def table(record: Mapping[str, Any]) -> Table:
+def _beginning(record: Mapping[str, Any]) -> str:
+    """Return the prompt of a generated text, or a scored text, on one line."""
+    text = context_of(record).prompt if "generated_text" in record else record["text"]
+    return visible_line(" ".join(text.split()))
+
+
+def table(record: Mapping[str, Any], *, title: str | None = None) -> Table:
     """Return a table with a row for each token, in nats, and a last row: the sum of log-probabilities, and the means.
 
     The line below it has the log-probability of the whole text, which is not this sum (docs/uncertainty.md).
+
+    Args:
+        title: a line above the table, cut to its width.
     """
     means = record["uncertainty"]
     whole = Text(f"log p(sequence) {means['sequence_logprob']:.3f}")
     shown = Table(box=None, padding=(0, 2, 0, 0), show_footer=True, caption=whole, caption_justify="left")
+    if title is not None:
+        shown.title, shown.title_justify = Text(title, no_wrap=True, overflow="ellipsis"), "left"
     shown.add_column("token", footer=f"{len(record['tokens'])} tokens", overflow="fold")
     tokenwise = f"{means['sequence_logprob_tokenwise']:.3f}"
     shown.add_column("log-probability", footer=tokenwise, justify="right", no_wrap=True)

@@ -158,7 +158,7 @@ def context_of(record: Record) -> TextContext:
         text = record.get("prompt", "") + text
     if not isinstance(text, str):
         messages = [{"role": readable(str(turn["role"])), "content": readable(_said(turn))} for turn in text[:-1]]
-        role, text = readable(text[-1]["role"]), str(text[-1]["content"])
+        role, text = readable(text[-1]["role"]), _said(text[-1])
     return TextContext(
         messages, role, readable(text[: _start_of([token["token"] for token in record["tokens"]], text)])
     )
@@ -179,9 +179,13 @@ def _start_of(tokens: Sequence[str], text: str) -> int:
 
 
 def _said(turn: Mapping[str, Any]) -> str:
-    """Return the text of a message, or its other fields if it has none, as a tool call."""
-    content = turn.get("content")
-    return content if isinstance(content, str) else str({name: turn[name] for name in turn if name != "role"})
+    """Return the text of a message with the types of its other parts, or its fields if it has none, as a tool call."""
+    match turn.get("content"):
+        case str(content):
+            return content
+        case [*parts] if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
+            return "".join(str(part["text"]) if part["type"] == "text" else f"[{part['type']}]" for part in parts)
+    return str({name: turn[name] for name in turn if name != "role"})
 
 
 def _number(value: float, digits: int = 3) -> str:

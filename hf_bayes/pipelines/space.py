@@ -30,7 +30,7 @@ def write_space(
         posteriors: ids of repositories on the Hub, one or two.
         title: the title of the Space.
     Raises:
-        ValueError: for a name that is no id of the Hub, and if the directory is not empty.
+        ValueError: for a name that is no id of the Hub, for two equal ids, and if the directory is not empty.
     """
     for name in posteriors:
         if Path(name).exists() or not is_repo_id(name) or "/" not in name:
@@ -38,6 +38,8 @@ def write_space(
                 f"a Space loads posteriors from the Hub, got {name!r:.200}: push the posterior, and give its id "
                 "(user/name)"
             )
+    if len(set(posteriors)) < len(posteriors):  # the page knows a posterior by its id
+        raise ValueError(f"a Space shows each posterior once, got {posteriors[0]} twice: give another id, or one alone")
     data = SpaceCardData(
         title=title, emoji="🎲", colorFrom="yellow", colorTo="red", sdk="gradio", sdk_version=_version_of_gradio(),
         app_file="app.py", models=list(posteriors),

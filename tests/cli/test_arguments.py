@@ -1,10 +1,17 @@
 from __future__ import annotations
 
-import pytest
+import warnings
 
-from hf_bayes.cli.arguments import MethodArguments, method_config
+import pytest
+from peft import TaskType
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_bayes.cli.arguments import MethodArguments, ModelArguments, method_config
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from tests.tiny_models import tiny_gpt2
 
 
 @pytest.mark.parametrize("fields", ['{"num_chains": 3, "prior_std": 0.5}', {"num_chains": 3, "prior_std": 0.5}])
@@ -47,3 +54,13 @@ def test_without_a_method_the_trainer_chooses() -> None:
 def test_settings_that_belong_to_no_method_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MethodArguments(**fields).config()
+
+
+@pytest.mark.parametrize("targets", [None, ["c_attn", "lm_head"]])
+def test_a_lora_on_transposed_weights_is_no_warning(targets: list[str] | None) -> None:
+    given = ModelArguments("gpt2", lora_targets=targets)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fan_in_fan_out")
+        model = given.add_lora(tiny_gpt2(), TaskType.CAUSAL_LM)
+    layers = {type(layer.base_layer): layer.fan_in_fan_out for layer in model.modules() if isinstance(layer, LoraLayer)}
+    assert layers == {Conv1D: True} | ({} if targets is None else {nn.Linear: False})

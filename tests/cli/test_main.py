@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,36 @@ def test_a_fault_of_the_program_shows_its_traceback(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(diagnose, "COMMAND", raising(KeyError("fault")))
     with pytest.raises(KeyError):
         main(["diagnose", "out"])
+
+
+@pytest.mark.parametrize("sentence", ["print('a line')", "print(10**6 * 'x')", "Console().print(Text(10**5 * 'x '))"])
+def test_a_reader_that_has_ended_is_no_error(sentence: str, tmp_path: Path) -> None:
+    program = f"""
+import sys
+from rich.console import Console
+from rich.text import Text
+from hf_bayes.cli import main as module
+def run(*_):
+    {sentence}
+module._run = run
+sys.exit(module.main(["diagnose", "out"]))
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with os.fdopen(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, env=buffered, stdout=closed, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_another_broken_pipe_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(diagnose, "COMMAND", raising(BrokenPipeError(32, "Broken pipe")))
+    assert main(["diagnose", "out"]) == 2
+    assert capsys.readouterr().err == "hf-bayes diagnose: [Errno 32] Broken pipe\n"
+    with pytest.raises(BrokenPipeError):
+        main(["diagnose", "out", "--traceback"])
 
 
 def test_an_interrupted_command_has_status_130(monkeypatch: pytest.MonkeyPatch) -> None:

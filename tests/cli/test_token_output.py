@@ -27,6 +27,20 @@ def test_a_table_has_a_row_for_each_token(capsys: pytest.CaptureFixture[str]) ->
     assert whole == ["log", "p(sequence)", "-3.000"]
 
 
+def test_of_several_tables_each_has_the_text_as_title(capsys: pytest.CaptureFixture[str]) -> None:
+    generated = {name: value for name, value in RECORD.items() if name != "text"}
+    texts = ["first\nline [b]\x1b\n", f"{'long ' * 30} [b]\x1b\n"]
+    show([*({**generated, "generated_text": text} for text in texts), RECORD], OutputArguments())
+    lines = capsys.readouterr().out.splitlines()
+    places = [place for place, line in enumerate(lines) if line.startswith("token")]
+    assert len(places) == 3
+    titles = [lines[place - 1].rstrip() for place in places]
+    assert titles[0] == "1. first line"
+    assert titles[1].startswith("2. long long ")
+    assert titles[1].endswith("…")
+    assert titles[2] == "3. a [b]"
+
+
 def test_json_has_a_line_for_each_text(capsys: pytest.CaptureFixture[str]) -> None:
     show([RECORD, RECORD], OutputArguments(json=True))
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [RECORD, RECORD]

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from hf_bayes.core.text_safety import visible
-from hf_bayes.pipelines.rendering import DARK, LIGHT, Theme, luminance, print_record, to_html, to_terminal
+from hf_bayes.pipelines.rendering import DARK, LIGHT, Theme, context_of, luminance, print_record, to_html, to_terminal
 from hf_bayes.uncertainty.colour_scale import NUM_LEVELS
 
 HOSTILE = ["<script>", "alert(1)", "</script>", '" onmouseover="x', "&lt;", "</span>", "{{ 7 * 7 }}", "</style>", "-->"]
@@ -203,6 +203,19 @@ def test_special_tokens_among_others_leave_the_prompt(name: str) -> None:
 def test_a_text_without_its_tokens_has_no_prompt() -> None:
     cut = record(["A", " b"]) | {"generated_text": "The powerhouse A b, and more"}
     assert to_terminal(cut).plain.splitlines()[0] == "A b"
+
+
+def test_a_message_of_parts_shows_their_text() -> None:
+    parts = [{"type": "image", "url": "x.png"}, {"type": "text", "text": "Hello "}, {"type": "text", "text": "list"}]
+    begun = [{"type": "text", "text": "I say: Good day"}]
+    chat = record(["Good", " day"])
+    chat["generated_text"] = [{"role": "user", "content": parts}, {"role": "assistant", "content": begun}]
+    context = context_of(chat)
+    assert context.messages == [{"role": "user", "content": "[image]Hello list"}]
+    assert context.prompt == "I say: "
+    assert "user: [image]Hello list\nassistant: I say: Good day" in to_terminal(chat).plain
+    chat["generated_text"][0]["content"] = ["Hello"]
+    assert context_of(chat).messages[0]["content"] == "{'content': ['Hello']}"
 
 
 def test_chats_show_who_speaks() -> None:

@@ -30,3 +30,9 @@ def test_a_local_posterior_is_refused(tmp_path: Path) -> None:
     for name in (str(tmp_path), "posterior", "a/b/c", "user/<name>"):
         with pytest.raises(ValueError, match="a Space loads posteriors from the Hub"):
             write_space(tmp_path / "space", [name])
+
+
+def test_a_posterior_beside_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a Space shows each posterior once, got user/one twice: give another id"):
+        write_space(tmp_path / "space", ["user/one", "user/one"])
+    assert not (tmp_path / "space").exists()

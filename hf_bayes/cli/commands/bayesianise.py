@@ -6,6 +6,7 @@ docs/training_free.md explains the method. The held-out file has the form of the
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,8 +71,10 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
             "--heldout is needed, got none: the posterior is as wide as held-out rows allow. Give a file of rows with "
             "labels that the adapter was not trained on"
         )
-    check_writable(args.output_dir)
+    _check_output(args)
     posterior = _with_labels(read_adapter(args.adapter), args.labels)
+    # neither a plain adapter nor a copy with labels knows its place, which messages about the base model name
+    object.__setattr__(posterior, "source", args.adapter)
     model = _load(posterior, args)
     model.to(PartialState().device)  # the device that training would use
     tokenizer = load_tokenizer(args.adapter, posterior=posterior, base_model=args.base_model)
@@ -93,6 +96,16 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
     found.save_pretrained(args.output_dir)
     print(f"{found.config.diagnostics['verdict']}\nposterior: {args.output_dir}")
     return found
+
+
+def _check_output(args: BayesianiseArguments) -> None:
+    """Check that the posterior can be saved, and that the save would not replace the posterior that is read."""
+    if os.path.isdir(args.adapter) and os.path.realpath(args.adapter) == os.path.realpath(args.output_dir):
+        raise ValueError(
+            f"--output_dir {args.output_dir} is the folder of the adapter: saving there would replace it by the new "
+            "posterior. Name another folder"
+        )
+    check_writable(args.output_dir)
 
 
 def _with_labels(posterior: Posterior, labels: list[str]) -> Posterior:

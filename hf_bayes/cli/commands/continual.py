@@ -36,6 +36,7 @@ from hf_bayes.models.loading.base_model import describe
 from hf_bayes.posteriors.storage import check_folder
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checkpoints import WORDS, newest_complete
+from hf_bayes.training.checks.arguments import refuse_arguments
 from hf_bayes.training.trainer import BayesianTrainer
 
 SETTINGS = (
@@ -72,6 +73,8 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     """
     refuse_push(args)
     configs = methods(given)  # wrong settings are refused before a model is loaded
+    for config in configs.values():  # and where results are finished, so that no trainer would check them
+        refuse_arguments(args, config, None, {})
     check_folder(str(args.output_dir))
     output, tokenizer = Path(str(args.output_dir)), model_args.load_tokenizer()
     first = _new_model(model_args, args)

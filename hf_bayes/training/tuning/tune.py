@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,8 +130,8 @@ def tune(
 
     Args:
         model: a transformers or peft model. Each run attaches it, and it is given back as it was.
-        args: as for ``BayesianTrainer``. Their number of updates is not used if ``budget`` is given, and their learning
-            rate never: a candidate has its own.
+        args: as for ``BayesianTrainer``, without a learning rate: a candidate has its own. Their number of updates is
+            not used if ``budget`` is given.
         train_dataset, data_collator, processing_class, subspace, likelihood: as for ``BayesianTrainer``.
         eval_dataset: at least 200 held-out rows with a length. They decide, so test rows must be others.
         budget: minibatch gradients of all runs together; None means ten times the gradients that ``args`` give to
@@ -140,11 +141,12 @@ def tune(
         The posterior of the chosen candidate, its trial, all trials by round (NLLs in nats per likelihood term), and
         the result in words.
     Raises:
-        ValueError: before the first run: for an attached model, data that the model cannot take, a budget or held-out
-            rows that are too few, several processes, or a record of another tuning in ``output_dir``, naming what
-            differs. After the last run: if all candidates failed.
+        ValueError: before the first run: for an attached model, a learning rate, data that the model cannot take, a
+            budget or held-out rows that are too few, several processes, or a record of another tuning in
+            ``output_dir``, naming what differs. After the last run: if all candidates failed.
     """
     require_repeatable("tune", model, args)
+    _check_arguments(args, budget)
     _check(train_dataset, eval_dataset)
     given = {
         "train_dataset": train_dataset, "eval_dataset": eval_dataset, "data_collator": data_collator,
@@ -183,7 +185,7 @@ def _prepare(
     data = given["train_dataset"], given["eval_dataset"]
     with (
         undisturbed(*data, given["data_collator"]),
-        prepared_run(model, METHODS["map"](), args, given=given, learning_rate=None) as trainer,
+        prepared_run(model, METHODS["map"](), args, given=given) as trainer,
     ):
         rows = tuple(candidates(trainer.bayesian) if callable(candidates) else candidates)
         _check_names(rows)
@@ -210,6 +212,25 @@ def _check_names(rows: Sequence[Candidate]) -> None:
     if not rows or len({folder_name(name) for name in names}) < len(names):
         raise ValueError(
             f"tune needs candidates with names of their own, got {names}: choose names that differ in letters or digits"
+        )
+
+
+def _check_arguments(args: BayesianTrainingArguments, budget: int | None) -> None:
+    """Refuse a learning rate, and warn of a length of the runs that is given beside a budget.
+
+    Each would be ignored, and a finished comparison with another value would look like the answer.
+    """
+    if args.learning_rate is not None:
+        raise ValueError(
+            f"learning_rate={args.learning_rate:g} would be ignored: each method has its own rate, or finds it. Leave "
+            "it out, or train one method with it (BayesianTrainer; hf-bayes train or classify with a --method)"
+        )
+    fields = type(args).__dataclass_fields__
+    lengths = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
+    given = [f"{name}={value:g}" for name, value in lengths.items() if value != fields[name].default]
+    if budget is not None and given:
+        warnings.warn(
+            f"budget={budget!r} gives the length of the runs: {' and '.join(given)} of the arguments will not be used"
         )
 
 

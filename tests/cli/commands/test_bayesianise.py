@@ -9,6 +9,7 @@ import torch
 from transformers import GPT2ForSequenceClassification
 
 from hf_bayes import BayesianModelForCausalLM, BayesianModelForSequenceClassification, Posterior
+from hf_bayes.cli.commands import bayesianise
 from hf_bayes.cli.main import main
 from tests.tiny_models import TEXTS, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
 
@@ -65,6 +66,36 @@ def test_a_decoder_without_padding_becomes_a_classifier(tmp_path: Path, beside: 
     assert main(["bayesianise", adapter, *given]) == 0
     model = BayesianModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.pad_token_id == (0 if beside else 2)
+
+
+def test_the_posterior_that_is_read_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = adapter_of(tmp_path, tiny_llama())
+    (tmp_path / "dev.txt").write_text("\n".join(TEXTS * 20))
+    given = ["--heldout", str(tmp_path / "dev.txt"), "--length", "16"]
+    assert main(["bayesianise", adapter, *given, "--output_dir", str(tmp_path / "own")]) == 0
+    before = Posterior.from_pretrained(tmp_path / "own").fingerprint
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bayesianise, "load_adapter", None)  # it is refused before a model is loaded
+    capsys.readouterr()
+    for place, output in (("own", "own"), ("own", str(tmp_path / "own")), ("link", "own/"), ("own", "link")):
+        assert main(["bayesianise", place, *given, "--output_dir", output]) == 2
+        assert f"--output_dir {output} is the folder of the adapter" in capsys.readouterr().err
+    assert Posterior.from_pretrained(tmp_path / "own").fingerprint == before
+
+
+def test_a_misfit_names_the_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = adapter_of(tmp_path, tiny_bert(num_labels=4))
+    tiny_bert(num_labels=3).save_pretrained(tmp_path / "base")
+    (tmp_path / "dev.csv").write_text("text,label\na,red\n")
+    given = ["--heldout", str(tmp_path / "dev.csv"), "--output_dir", str(tmp_path / "out")]
+    capsys.readouterr()
+    for labels in ((), ("--labels", "a", "b", "c")):
+        assert main(["bayesianise", adapter, *given, *labels]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"hf-bayes bayesianise: {adapter}: the base model has shape [3] where ")
 
 
 def test_wrong_input_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,25 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_decay": 0.5}, r"map needs weight_decay=0 \(got 0.5\)"),
+        ({"optim": "sgd"}, "optim of the arguments would be ignored: map is the optimizer"),
+        ({"max_grad_norm": 1e-3}, r"map needs max_grad_norm=0 \(got 0.001\)"),
+    ],
+)
+def test_finished_results_refuse_what_a_new_run_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    fields |= {"methods": ["single"], "episodes": fields["episodes"][:1], "max_steps": 1}
+    run(fields)
+    monkeypatch.setattr(continual, "_new_model", None)  # it is refused before a model is loaded
+    for folder in ("out", "other"):
+        with pytest.raises(ValueError, match=message):
+            run({**fields, "output_dir": str(tmp_path / folder), **change})
+
+
+@pytest.mark.parametrize(
     ("model", "texts", "differing"),
     [
         ({"seed": 1}, TEXTS, ["fingerprint of weights"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,6 +176,32 @@ def test_bad_input_is_refused_before_the_first_run(tmp_path: Path, changes: dict
     with pytest.raises(ValueError, match=message):
         call(tmp_path, **changes)
     assert not (tmp_path / "tuning.json").exists()
+
+
+def test_a_learning_rate_for_all_candidates_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"learning_rate=0\.1 would be ignored: each method has its own rate"):
+        call(tmp_path, CANDIDATES[1:2], settings={"learning_rate": 0.1}, budget=200)
+    assert not (tmp_path / "tuning.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ignored"),
+    [
+        ({"max_steps": 5}, "max_steps=5"),
+        ({"num_train_epochs": 2}, "num_train_epochs=2"),
+        ({"max_steps": 5, "num_train_epochs": 2}, "max_steps=5 and num_train_epochs=2"),
+    ],
+)
+def test_a_length_beside_a_budget_is_warned_of(tmp_path: Path, settings: dict[str, Any], ignored: str) -> None:
+    with pytest.warns(UserWarning, match=f"budget=200 gives the length of the runs: {ignored} of the arg"):
+        call(tmp_path, CANDIDATES[1:2], settings=settings, budget=200)
+
+
+def test_a_length_or_a_budget_alone_is_no_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*gives the length of the runs")
+        call(tmp_path / "budget", CANDIDATES[1:2], budget=200)
+        call(tmp_path / "length", CANDIDATES[1:2], budget=None, settings={"max_steps": 20})
 
 
 def test_an_attached_model_is_refused(tmp_path: Path) -> None:

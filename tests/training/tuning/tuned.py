@@ -37,7 +37,9 @@ def learnable(count: int, seed: int) -> Dataset:
 
 
 def arguments(directory: Path, **settings: Any) -> BayesianTrainingArguments:
-    fields = {"learning_rate": None, "per_device_eval_batch_size": 100, "per_device_train_batch_size": 8}
+    fields = {
+        "learning_rate": None, "max_steps": -1, "per_device_eval_batch_size": 100, "per_device_train_batch_size": 8,
+    }  # fmt: skip
     return runs.arguments(directory, **fields | settings)
 
 
