@@ -108,6 +108,16 @@ def test_metrics_is_public_without_an_import_of_its_own() -> None:
     assert done.stdout.split() == ["False", "hf_bayes.metrics"]
 
 
+ARGUMENT_WITHOUT_NOUN = re.compile(r"^ +[a-z_][\w, ]*: of ", flags=re.MULTILINE)
+
+
+def test_a_docstring_names_an_argument_by_a_noun() -> None:
+    """``seed: the seed of the draws``, and not ``seed: of the draws``."""
+    sources = {path: path.read_text("utf-8") for path in (ROOT / "hf_bayes").rglob("*.py")}
+    assert {str(path): found for path, text in sources.items() if (found := ARGUMENT_WITHOUT_NOUN.findall(text))} == {}
+    assert ARGUMENT_WITHOUT_NOUN.search("    Args:\n        seed: of the draws.\n")
+
+
 def test_pages_for_users_import_public_names_only() -> None:
     """Pages import names from ``hf_bayes`` and ``hf_bayes.metrics``; a new method also uses internal modules."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.py")]

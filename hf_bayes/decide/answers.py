@@ -39,7 +39,7 @@ def answer_uncertainty(record: Record) -> AnswerUncertainty:
     """Return the uncertainties of the text of a record.
 
     Args:
-        record: of the pipeline "bayesian-text-generation", or of its ``score``.
+        record: a record of the pipeline "bayesian-text-generation", or of its ``score``.
     Raises:
         ValueError: for a record without tokens, or of another pipeline.
     """

@@ -60,7 +60,7 @@ def answers_of_members(
         model: the Bayesian language model of ``generate``.
         generate: a text generation pipeline.
         num_answers: the number of answers S of each member. Five to ten are usual.
-        settings: of ``generate``, such as ``max_new_tokens`` and ``temperature``.
+        settings: arguments of ``generate``, such as ``max_new_tokens`` and ``temperature``.
     """
     found = []
     for theta in model.current.detach():

@@ -59,7 +59,7 @@ def stored_temperature(calibration: Mapping[str, Any], prediction: str, num_memb
     A temperature other than 1 that is left out gives a warning, because the predictions are then not calibrated.
 
     Args:
-        calibration: of the posterior's config; empty without one.
+        calibration: the calibration in the posterior's config; empty without one.
         prediction: the way in which the model predicts, a name of ``gaussian_links.PREDICTIONS``.
         num_members: the number of members that it averages; 0 if it averages none.
     """

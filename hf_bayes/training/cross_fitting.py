@@ -56,8 +56,8 @@ def cross_fit_calibration(
     Args:
         posterior: the result of a run on all of ``train_dataset``.
         model: the transformers or peft model of that run, before training. It is given back as it was.
-        args: of that run; each fold has as many epochs (or ``max_steps``). Its warm start, burn-in and thinning are
-            those of the run, in proportion to its length.
+        args: the arguments of that run; each fold has as many epochs (or ``max_steps``). Its warm start, burn-in and
+            thinning are those of the run, in proportion to its length.
         train_dataset: rows with a length, and labels that are classes.
         num_folds: K, at least 2.
         subspace, data_collator, processing_class: as for ``BayesianTrainer``.

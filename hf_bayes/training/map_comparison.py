@@ -67,8 +67,8 @@ def compare(
     """Describe the held-out NLL, and its difference to a MAP estimate's if that exceeds two standard errors.
 
     Args:
-        method: of the run, whose own advice is given if the posterior is worse.
-        name: of the data set, with an underscore at its end; "" of the only one.
+        method: the method of the run, whose own advice is given if the posterior is worse.
+        name: the name of the data set, with an underscore at its end; "" if there is only one.
     """
     of = f" ({name[:-1]})" if name else ""
     if std_error is None or abs(nll - map_nll) <= 2 * std_error:

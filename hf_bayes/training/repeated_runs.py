@@ -21,9 +21,9 @@ def require_repeatable(name: str, model: Any, args: BayesianTrainingArguments) -
     """Raise a ValueError if runs cannot be repeated on this model, or in this number of processes.
 
     Args:
-        name: of the function that repeats runs, for the message.
-        model: as a user gave it.
-        args: of the runs.
+        name: the name of the function that repeats runs, for the message.
+        model: the model as a user gave it.
+        args: the training arguments of the runs.
     """
     if isinstance(model, BayesianModel):
         raise ValueError(
@@ -46,7 +46,7 @@ def prepared_run(
     Args:
         model: a transformers or peft model.
         given: arguments of ``BayesianTrainer``.
-        changes: of ``args``, which stay as they are.
+        changes: arguments that take the place of those in ``args``, which stay as they are.
     """
     args = copy.copy(args)
     changes = {

@@ -100,6 +100,8 @@ def main(words: list[str]) -> int:
     for module in HEAVY:
         importlib.import_module(module)
     faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    if not faults:  # pytest without tests would run all of them
+        raise SystemExit(f"no fault has {' or '.join(map(repr, words))} in its name: see docs/mutants.md")
     for fault in faults:  # a text that is gone stops the run before it begins
         fault.planted((ROOT / "hf_bayes" / fault.file).read_text())
     every = tuple(dict.fromkeys(test for fault in faults for test in fault.tests))

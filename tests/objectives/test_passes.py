@@ -53,7 +53,7 @@ def test_chains_with_rows_of_their_own_see_those_rows_only() -> None:
     assert [len(ids) for ids in seen] == [8, 4]
 
 
-def test_without_settings_the_passes_are_of_all_members_on_shared_rows() -> None:
+def test_by_default_all_members_pass_over_shared_rows() -> None:
     model = attach(tiny_bert(), subspace="last_layer", num_members=CHAINS)
     passes = member_passes(model)
     assert (passes.chains, passes.num_groups, passes.dropout) == (range(CHAINS), 1, False)

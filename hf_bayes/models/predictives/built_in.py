@@ -255,7 +255,7 @@ def of_head_members(
     Predictors call ``custom.of_members``, which takes any likelihood.
 
     Args:
-        temperature: of the mixture; 1 for numbers.
+        temperature: the temperature of the mixture; 1 for numbers.
     """
     tempered = {} if temperature == 1 else {"temperature": temperature}
     return _BY_MEMBERS[type(likelihood)](logits, likelihood, group, **tempered)
@@ -332,7 +332,7 @@ def of_head_gaussian(
         mean: [K, ..., C].
         covariance: [K, ..., C, C], or its diagonal [K, ..., C].
         link: a name of ``gaussian_links.LINKS``; regressions need none.
-        temperature: of the mixture; 1 for numbers.
+        temperature: the temperature of the mixture; 1 for numbers.
     """
     tempered = {} if temperature == 1 else {"temperature": temperature}
     return _BY_GAUSSIAN[type(likelihood)](mean, covariance, likelihood, link, **tempered)

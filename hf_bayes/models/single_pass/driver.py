@@ -38,7 +38,7 @@ class SinglePass:
     Args:
         members: the member engine of the model.
         mean: [d].
-        covariance: of theta. "diagonal" and "full" drop the covariance between different layers.
+        covariance: the covariance of theta. "diagonal" and "full" drop the covariance between different layers.
         structure: "low_rank", "diagonal" (without the covariance between units), or "full" for small models.
         rank: the number of columns of "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
@@ -160,10 +160,10 @@ def random_modules(
 
     Args:
         items: the modules.
-        layout: of their random parameters.
-        mean, covariance: of the random parameters.
+        layout: the layout of their random parameters.
+        mean, covariance: the mean [d] and the covariance of the random parameters.
         rank: the number of columns of the structure "low_rank"; 0 for the others.
-        device: of the modules; the Gaussian of a posterior is on the CPU, whatever the model is on.
+        device: the device of the modules; the Gaussian of a posterior is on the CPU, whatever the model is on.
     Raises:
         ValueError: naming a module without a rule.
     """

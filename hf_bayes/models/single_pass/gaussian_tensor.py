@@ -22,7 +22,7 @@ class NoRule(ValueError):
 
     Attributes:
         what: the operation.
-        spread: of the uncertain tensor; None if it is not known.
+        spread: the spread of the uncertain tensor; None if it is not known.
     """
 
     spread: Any = None

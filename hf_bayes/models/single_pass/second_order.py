@@ -124,7 +124,7 @@ def attention_shift(
         weights_of: as of ``attention_columns``.
         here: [..., T, n] f(x).
         pairs: queries, keys and values at the expansion point, with their columns or None.
-        index: of the column.
+        index: the index of the column.
         step: h.
     """
     total = -2 * here

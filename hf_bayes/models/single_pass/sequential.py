@@ -43,10 +43,10 @@ def sequential_outputs(
 
     Args:
         model: an ``nn.Sequential`` of ``LAYERS``, which may be nested. It is not changed.
-        layout: of the random parameters (``hf_bayes.core.layout.select``).
-        mean: [d] of the random parameters.
-        covariance: of the random parameters.
-        structure: of the covariance of hidden states, one of ``driver.STRUCTURES``.
+        layout: the layout of the random parameters (``hf_bayes.core.layout.select``).
+        mean: [d] the mean of the random parameters.
+        covariance: the covariance of the random parameters.
+        structure: the structure of the covariance of hidden states, one of ``driver.STRUCTURES``.
         rank: the number of columns of "low_rank"; None means ``drawn.rank_for``.
     Raises:
         ValueError: naming a module without a rule, before the pass, or for an unknown structure or rank.

@@ -59,8 +59,8 @@ def position_dim(features: Tensor, shape: Sequence[int]) -> int | None:
     """Return the dimension of positions in a tensor that has the features [B, T, q].
 
     Args:
-        shape: of the tensor, with a known dimension of positions for [B, T, D], [B, H, T, d] and [B, T, H, d]. None is
-            returned for other arrangements.
+        shape: the shape of the tensor, with a known dimension of positions for [B, T, D], [B, H, T, d] and
+            [B, T, H, d]. None is returned for other arrangements.
     """
     rows, positions = features.shape[:2]
     dims = {3: (1,), 4: (2, 1)}.get(len(shape), ()) if shape[0] == rows else ()
@@ -71,8 +71,8 @@ def chosen(features: Tensor, shape: Sequence[int], index: list[Any], found: Sequ
     """Return the features of the rows and the positions that are taken from a tensor; None if one of the two is lost.
 
     Args:
-        shape: of the tensor that has the features.
-        index: of each of its dimensions (``operations.index_of_each``).
+        shape: the shape of the tensor that has the features.
+        index: the index of each of its dimensions (``operations.index_of_each``).
         found: the shape of the result.
     """
     if len(found) < 3:

@@ -41,7 +41,7 @@ def describe_rows(dataset: Any, collate: Callable[..., Any], *, seed: int) -> di
     Args:
         dataset: rows by number, without the columns that the model does not take.
         collate: the collator.
-        seed: of the global generators, while rows are presented.
+        seed: the seed of the global generators, while rows are presented.
     Returns:
         ``columns``, the names of what the model is given; ``fingerprint``; and ``packs``, whether the collator makes
         other numbers of rows than it is given.

@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
     Attributes:
         name: its name in the table, unique.
         method: the config.
-        learning_rate: of the trainer; None leaves it to the method.
+        learning_rate: the learning rate of the trainer; None leaves it to the method.
         cost: the number of forward passes of a prediction, by which ties are broken.
         least_updates: the smallest number of updates of a run.
     """

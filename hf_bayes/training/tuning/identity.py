@@ -23,7 +23,7 @@ def tuning_identity(trainer: BayesianTrainer, candidates: Sequence[Candidate]) -
     The number of updates is not among them: trials of other lengths are other trials.
 
     Args:
-        trainer: of any of the runs, before its first update.
+        trainer: the trainer of any of the runs, before its first update.
         candidates: the methods.
     Raises:
         ValueError: for held-out rows that the model cannot take, or without labels.

@@ -20,12 +20,12 @@ class TuningTrial(NamedTuple):
     """One run of a candidate.
 
     Attributes:
-        name: of the candidate.
+        name: the name of the candidate.
         gradients: minibatch gradients, summed over chains.
         seconds: the wall time of training and of the evaluation.
         cost: forward passes of a prediction.
-        metrics: of the held-out rows, at the temperature of the mixture. ``temperature`` is among them.
-        nll: nats of each held-out row.
+        metrics: the metrics of the held-out rows, at the temperature of the mixture. ``temperature`` is one of them.
+        nll: the negative log-likelihood of each held-out row, in nats.
         terms: likelihood terms of each held-out row.
         failure: why the run ended early; empty if it did not.
     """
