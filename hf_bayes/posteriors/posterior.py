@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import tempfile
@@ -226,7 +227,7 @@ class Posterior:
             posterior = cls(*read_parts(files))
         except ValueError as error:
             raise ValueError(f"{directory}: {error}") from error
-        object.__setattr__(posterior, "source", str(directory_or_repo))
+        posterior = posterior.read_from(directory_or_repo)
         object.__setattr__(posterior, "folder", os.path.realpath(directory))
         if posterior.config.diagnostics.get("converged") is False:
             verdict = posterior.config.diagnostics.get("verdict") or "its diagnostics failed"
@@ -256,7 +257,14 @@ class Posterior:
         Raises:
             ValueError: if an adapter differs in configuration, base, keys, shapes or dtype, naming both.
         """
-        return cls(*ensemble_of(directories, base_fingerprint=base_fingerprint, task=task))
+        posterior = cls(*ensemble_of(directories, base_fingerprint=base_fingerprint, task=task))
+        return posterior.read_from(directories[0]) if len(directories) == 1 else posterior
+
+    def read_from(self, place: str | os.PathLike[str] | None) -> Posterior:
+        """Return the posterior with ``place`` as its ``source``, the directory or repository that messages name."""
+        posterior = copy.copy(self)
+        object.__setattr__(posterior, "source", None if place is None else str(place))
+        return posterior
 
     def export_member(self, index: int, directory: str | os.PathLike[str]) -> None:
         """Write one draw as a plain peft adapter folder.

@@ -73,8 +73,6 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
         )
     _check_output(args)
     posterior = _with_labels(read_adapter(args.adapter), args.labels)
-    # neither a plain adapter nor a copy with labels knows its place, which messages about the base model name
-    object.__setattr__(posterior, "source", args.adapter)
     model = _load(posterior, args)
     model.to(PartialState().device)  # the device that training would use
     tokenizer = load_tokenizer(args.adapter, posterior=posterior, base_model=args.base_model)
@@ -117,7 +115,8 @@ def _with_labels(posterior: Posterior, labels: list[str]) -> Posterior:
         raise ValueError(f"--labels: {posterior.source} has labels of its own ({', '.join(known)}), leave them out")
     if config.task == "causal_lm":
         raise ValueError("--labels: not for a language model, leave it out")
-    return dataclasses.replace(posterior, config=dataclasses.replace(config, head={**config.head, "labels": labels}))
+    labelled = dataclasses.replace(config, head={**config.head, "labels": labels})
+    return dataclasses.replace(posterior, config=labelled).read_from(posterior.source)
 
 
 def _load(posterior: Posterior, args: BayesianiseArguments) -> Any:
