@@ -9,6 +9,9 @@ from typing import Any
 from hf_bayes.members.compat import transformers as compat
 from hf_bayes.members.context import Context
 
+States = list[tuple[Any, dict[str, Any]]]
+"""Modules, each with its own flag and function of checkpointing."""
+
 
 class Checkpointing:
     """The activation checkpointing of a transformers model ``core``, with the context restored for recomputation.
@@ -19,32 +22,45 @@ class Checkpointing:
 
     def __init__(self, core: Any, context: Context) -> None:
         self.core, self.context = core, context
-        self.states: list[tuple[Any, dict[str, Any]]] = []
+        self.states: States = []
         for module in compat.checkpointing_modules(core):
             _require_not_reentrant(module)
 
     def install(self) -> None:
         """Save the state that ``remove`` restores, and adapt checkpointing that is already on."""
-        self.states = [
-            (module, compat.checkpointing_state(module)) for module in compat.checkpointing_modules(self.core)
-        ]
+        self.states = self._present()
         self.adapt()
 
     def remove(self) -> None:
         """Restore the saved state of all modules."""
-        for module, state in self.states:
-            compat.restore_checkpointing_state(module, state)
+        _restore(self.states)
         self.states = []
 
+    def record(self) -> Callable[[], None]:
+        """Return a function that gives all modules the state back that they have now."""
+        return partial(_restore, self._present())
+
     def enable(self, switch_on: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Switch checkpointing on by ``switch_on``, a method of the core, then ``adapt`` it."""
+        """Switch checkpointing on by ``switch_on``, a method of the core, then ``adapt`` it.
+
+        Raises:
+            ValueError: as ``adapt``; checkpointing is then as it was.
+        """
+        restore = self.record()
         hooks = compat.input_grad_hooks(self.core)
         switch_on(*args, **kwargs)
         if not hooks:  # new hooks would let embeddings require a gradient: a needless backward pass through the trunk
             self.core.disable_input_require_grads()
         if hooks is None:
             compat.forget_input_grad_hooks(self.core)
-        self.adapt()
+        try:
+            self.adapt()
+        except ValueError:
+            restore()
+            raise
+
+    def _present(self) -> States:
+        return [(module, compat.checkpointing_state(module)) for module in compat.checkpointing_modules(self.core)]
 
     def adapt(self) -> None:
         """Make every checkpointing function restore the context for its second run.
@@ -60,6 +76,11 @@ class Checkpointing:
                 continue
             _require_not_reentrant(module)
             compat.set_checkpointing_function(module, partial(function, context_fn=self.context.replayed))
+
+
+def _restore(states: States) -> None:
+    for module, state in states:
+        compat.restore_checkpointing_state(module, state)
 
 
 def _require_not_reentrant(module: Any) -> None:

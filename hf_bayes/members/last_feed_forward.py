@@ -77,7 +77,7 @@ class LastFeedForward:
         self.runs_once = self._calls == 1
         if not self.runs_once:
             return
-        # whatever reads NaN is NaN, in every precision; a difference of logits could be rounding
+        # a result that is computed from NaN is NaN in every precision; a small difference could be rounding
         self._padding, self.is_exact, is_exact = math.nan, True, False
         try:
             with self.on_last_positions(1):

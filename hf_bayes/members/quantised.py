@@ -33,7 +33,7 @@ def foreign_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _owns_weight(module: nn.Module) -> bool:
-    """Return whether a module has weights of its own, and no modules with parameters.
+    """Return whether a module has weights of its own, and no linear layer or convolution in it.
 
     Whole blocks may have "Linear" in their class names, such as the linear attention of MobileViTV2. A call of such a
     block would be a call of the model's own layers, which count their rows.
@@ -41,7 +41,13 @@ def _owns_weight(module: nn.Module) -> bool:
     values = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     # torch's int8 layer has a method ``weight``, and its numbers in a module without parameters
     own = bool(values) or hasattr(type(module), "weight")
-    return own and not any(True for child in module.children() for _ in child.parameters())
+    return own and not any(_has_matrix(part) for part in module.modules() if part is not module)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer or a convolution with parameters."""
+    name = type(module).__name__
+    return ("Linear" in name or "Conv" in name) and any(True for _ in module.parameters())
 
 
 def maps_one_tensor(args: tuple[Any, ...], output: Any) -> bool:
@@ -71,20 +77,27 @@ class _GradientCheck:
 
 
 def _propagates_gradients(module: nn.Module, x: Tensor) -> bool:
-    """Check that the first row of ``x`` gets a gradient.
+    """Check that the first row of ``x`` gets a gradient, or all rows of ``x`` if the layer does not take a single one.
 
-    The check needs a backward pass: an operator without a gradient may still return an output that requires one. A
-    layer that fails on one row is not checked, because it is no linear layer. If its own backward is what fails, it
-    fails in training, too, so no gradient is lost in silence.
+    The check needs a backward pass: an operator without a gradient may still return an output that requires one. If the
+    backward pass raises an error, training raises the same error, so no gradient is lost in silence.
     """
     # activation checkpointing would recompute the whole block for the tensors that this backward pass needs
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with warnings.catch_warnings(), unsaved:
         warnings.simplefilter("ignore")  # torch warns of operators without a gradient
-        try:
-            row = x[:1].detach().requires_grad_()
-            output = module.forward(row).sum()
-            (grad,) = torch.autograd.grad(output, row, allow_unused=True) if output.requires_grad else (None,)
-        except Exception:
-            return True
+        for rows in (x[:1], x):
+            try:
+                return _has_gradient(module, rows.detach().requires_grad_())
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                continue
+    return True
+
+
+def _has_gradient(module: nn.Module, x: Tensor) -> bool:
+    """Return whether ``x`` gets a gradient that is not 0."""
+    output = module.forward(x).sum()
+    (grad,) = torch.autograd.grad(output, x, allow_unused=True) if output.requires_grad else (None,)
     return grad is not None and bool(grad.any())

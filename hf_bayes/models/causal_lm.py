@@ -56,14 +56,14 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         super().__init__(model, layout, theta, trunk=trunk)
         try:
             self.head = ChunkedHead(self.members)
-        except ValueError:
+            self.generation_config = self.core.generation_config
+        except (ValueError, AttributeError):
             self.detach()
             raise
         self.likelihood = Categorical()
         self.causal = CausalMembers(self.members, self.head)
         self.predictor = MemberTokens(self.causal)
         self.decoding = Decoding(self.causal)
-        self.generation_config = self.core.generation_config
 
     @classmethod
     def check_core(cls, core: nn.Module) -> None:

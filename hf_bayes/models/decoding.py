@@ -133,7 +133,7 @@ class Decoding:
     def levelled(
         self, processors: LogitsProcessorList, config: GenerationConfig, temperature: float
     ) -> LogitsProcessorList:
-        """Return logits processors whose penalties act as on logits. Beams act on log-probabilities in transformers."""
+        """Return logits processors. Penalties act on logits; with beams on log-probabilities, as in transformers."""
         if self.trace is None or config.num_beams > 1:
             return processors
         return at_level_of_logits(processors, self.trace, temperature)

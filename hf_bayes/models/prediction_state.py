@@ -1,4 +1,4 @@
-"""What decides how a Bayesian model predicts, remembered so that the model can be given back as it was."""
+"""A record of how a Bayesian model predicts, by which the model can be restored."""
 
 from __future__ import annotations
 

@@ -244,9 +244,9 @@ class ActiveRun:
         """Return the reason why no output of the trunk can be used again; None if it can."""
         trunk = self.setup.model.members.trunk
         if trunk.num_blocks == 0:
-            return "no layer runs before all random parameters. Leave it out, or choose a smaller subspace"
+            return "no layers run before all random parameters, or the model is of a kind without a trunk. Leave it out"
         if self.objective.passes.dropout and trunk.has_dropout:
-            return "with dropout, a row has another output each time. Set the model's dropout (and LoRA's) to 0"
+            return "dropout changes the outputs of a row in every pass. Set the model's dropout (and LoRA's) to 0"
         return None
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -27,7 +27,7 @@ def spread_plan(active: ActiveRun, found: Approximation) -> SpreadPlan | None:
     """Return what to measure of a finished run; None if its energy is not known, or it has no draws.
 
     Args:
-        active: the run. One that was stopped took fewer gradients than it had planned, and pays for fewer.
+        active: the run. One that was stopped took fewer gradients than planned, so its measurement may use fewer.
         found: its result.
     """
     method = active.method

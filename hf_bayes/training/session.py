@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -106,7 +107,8 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     """
     rows = _rows_to_train_on(host, setup, rows)
     saved = _resumed_checkpoint(host, resume)
-    with given_back_on_error(setup.model):
+    with given_back_on_error(setup.model), ExitStack() as undo:
+        undo.callback(setattr, rows, "run_number", rows.run_number)  # the rows then belong to the run before
         host.checkpoint_activations()
         if saved is None:
             active = ActiveRun(host, setup, rows)
@@ -123,6 +125,7 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
         end = checkpoints.load_end(saved.folder) if saved is not None and ends else None
         shorten_lines(host.callback_handler)
         announce(active)
+        undo.pop_all()
     folder = None if saved is None else saved.folder
     return Beginning(active, Diagnosis(active, checkpoints), learning_rate, scheduler, folder, end)
 
@@ -139,7 +142,7 @@ def _rows_to_train_on(host: TrainerHost, setup: Setup, rows: TrainingRows | None
     rows = required(rows, "training needs a train_dataset, got None")
     check_writable(host.directory, overwrite=True)
     if rows.stream is not None:
-        rows.stream.keep_first()  # for both checks: to read them again could change a stream that draws its rows
+        rows.stream.keep_first()  # both checks read these rows; reading a stream twice could change it
     rows.check_likelihood()  # before a range test differentiates it
     rows.refuse_mixed_documents()
     check_schedule(rows.method, host.args, rows.num_steps)

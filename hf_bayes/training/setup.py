@@ -173,15 +173,17 @@ def given_back_on_error(model: BayesianModel, *, was_attached: bool = True) -> I
     """If the block raises, give a model back as it was.
 
     Args:
-        was_attached: True if the model had members before: it gets them back, with its way of prediction and its
-            modes. False: the model inside is detached.
+        was_attached: True if the model had members before: it gets them back, with its way of prediction, its modes
+            and its activation checkpointing. False: the model inside is detached.
     """
     before, modes = PredictionState(model), [(module, module.training) for module in model.modules()]
+    switch_back = model.members.checkpointing.record()
     try:
         yield
     except BaseException:
         if was_attached:
             before.restore()
+            switch_back()
             for module, mode in modes:
                 module.training = mode
         else:

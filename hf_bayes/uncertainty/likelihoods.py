@@ -240,7 +240,7 @@ class Normal(Likelihood):
     """
 
     predicts_numbers = True
-    noise_std: float = field()  # a field without a default; without field() the default of the base class would be it
+    noise_std: float = field()  # field() removes the default that the base class would give
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)

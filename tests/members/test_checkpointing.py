@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.members.compat import transformers as compat
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from tests.members.reference import core_of, prepared
@@ -64,8 +65,16 @@ def count_norms(core: nn.Module) -> dict[str, int]:
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
-    with attach(with_lora(tiny_llama())) as bayesian, pytest.raises(ValueError, match="use_reentrant=False"):
-        switch_on_checkpointing(bayesian, {"use_reentrant": True})
+    with attach(with_lora(tiny_llama())) as bayesian:
+        for before in (False, True):  # what was refused is not on afterwards
+            if before:
+                switch_on_checkpointing(bayesian)
+            states = [compat.checkpointing_state(module) for module in compat.checkpointing_modules(bayesian.core)]
+            with pytest.raises(ValueError, match="use_reentrant=False"):
+                switch_on_checkpointing(bayesian, {"use_reentrant": True})
+            again = [compat.checkpointing_state(module) for module in compat.checkpointing_modules(bayesian.core)]
+            assert again == states
+            assert any(map(compat.is_checkpointing, compat.checkpointing_modules(bayesian.core))) == before
 
 
 def test_a_model_that_checkpoints_reentrantly_is_left_alone() -> None:

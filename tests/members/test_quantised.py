@@ -263,6 +263,39 @@ def test_a_layer_is_checked_on_an_input_of_its_own_shape() -> None:
         model(torch.ones(2, 5, 3, 4).requires_grad_())
 
 
+class LossyLinear(nn.Linear):
+    """A layer without a gradient to its input, which takes two rows or more, and normalises them first."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs)
+        self.norm = nn.RMSNorm(num_inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 2:
+            raise RuntimeError("needs two rows")
+        return super().forward(self.norm(x).round())
+
+
+def test_a_layer_that_takes_no_single_row_is_checked_on_all() -> None:
+    model = nn.Sequential(LossyLinear(4, 6))
+    guard(model)
+    with pytest.raises(ValueError, match="LossyLinear"):
+        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_())
+
+
+def test_memory_that_runs_out_in_the_check_is_said() -> None:
+    class LargeLinear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(x)
+
+    model = nn.Sequential(LargeLinear(4, 6))
+    guard(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.ones(3, 4).requires_grad_())
+
+
 def test_a_layer_that_gets_no_tokens_is_no_error() -> None:
     model = nn.Sequential(Int8WeightLinear(nn.Linear(4, 6)))
     guard(model)

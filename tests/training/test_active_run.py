@@ -33,8 +33,8 @@ def test_a_run_stopped_in_its_warm_start_has_members(tmp_path, name):
     ("options", "changes", "reason"),
     [
         ({"layers_to_transform": [1]}, {}, None),
-        ({}, {}, "stores nothing: no layer runs before all random parameters"),
-        ({"layers_to_transform": [1], "lora_dropout": 0.1}, {}, "stores nothing: with dropout, a row has another"),
+        ({}, {}, "stores nothing: no layers run before all random parameters"),
+        ({"layers_to_transform": [1], "lora_dropout": 0.1}, {}, "stores nothing: dropout changes the outputs"),
         ({}, {"trunk_memory_gib": 0.0}, None),
     ],
 )

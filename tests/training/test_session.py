@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
-from hf_bayes.members.compat.transformers import is_checkpointing
+from hf_bayes.members.compat.transformers import checkpointing_modules, is_checkpointing
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -289,6 +289,21 @@ def test_a_schedule_that_exceeds_a_found_rate_is_refused(
         trainer.train()
     assert not begun
     assert "likelihood terms" not in caplog.text
+
+
+def test_a_refused_run_leaves_checkpointing_and_the_run_before(directory: Path, tmp_path: Path) -> None:
+    trainer = run(tmp_path / "other", seed=1)
+    trainer.train()
+    setattr(trainer.args, CHECKPOINTING, True)
+    modules = checkpointing_modules(trainer.bayesian.core)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        trainer.train(resume_from_checkpoint=str(directory / "checkpoint-6"))
+    assert modules
+    assert not any(map(is_checkpointing, modules))
+    assert trainer.active.number == trainer.rows.run_number == 0
+    trainer.train()
+    assert all(map(is_checkpointing, modules))
+    assert trainer.active.number == 1
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -51,7 +51,7 @@ class KroneckerBlock(Covariance):
 
     def root(self, noise: Tensor) -> Tensor:
         # symmetric, so that draws do not depend on the choice of eigenvectors: their signs are arbitrary, and so is a
-        # basis of equal variances. Another number of processes or another device rounds otherwise and finds others
+        # basis of equal variances. On another device, or with another number of processes, rounding makes other ones
         return self._rotated_back(self.variances.sqrt() * self._rotated(noise))
 
     def product(self, vectors: Tensor) -> Tensor:

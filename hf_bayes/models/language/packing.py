@@ -19,8 +19,8 @@ SMALL_CHANGE = {torch.float16: 0.1, torch.bfloat16: 0.1}
 
 Models that keep documents apart compute the same numbers again, bit for bit. Mixtures of experts are an exception: they
 multiply other numbers of tokens by an expert, which may round differently. That changed hidden states by 1e-5 at most
-in float32. Rounding to bfloat16 in every one of 16 to 48 layers changes them by 0.02 to 0.1. Models that mix changed
-them by 0.2 (Falcon-H1) to 1.8.
+in float32. Rounding to bfloat16 in every one of 16 to 48 layers changes them by 0.02 to 0.1. In models
+that mix documents, the change was 0.2 (Falcon-H1) to 1.8.
 """
 _FOR_THE_HEAD = ("logits_to_keep", "num_items_in_batch")
 
