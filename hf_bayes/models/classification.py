@@ -82,7 +82,7 @@ class BayesianClassifier(BayesianModel):
             raise
         self.texts_per_row: int = self.likelihood.texts_per_row
         if self.texts_per_row > 1:
-            self.check_inputs: Any = GroupCheck(self.check_inputs, self.texts_per_row)
+            self.check_inputs = GroupCheck(self.core, self.texts_per_row)
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
         """Return the likelihood of the problem that transformers reads from the head's configuration."""

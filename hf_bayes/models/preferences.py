@@ -70,7 +70,7 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
         self.preferences = config
         self.likelihood = config.of_rewards()
         self.texts_per_row = self.likelihood.texts_per_row
-        self.check_inputs: Any = GroupCheck(self.check_inputs, self.texts_per_row)
+        self.check_inputs = GroupCheck(self.core, self.texts_per_row)
         self.reference = theta.detach()[0].clone()
         self.other_reference: Callable[[dict[str, Any]], Tensor] | None = None
         self._known: tuple[_Batch, Tensor] | None = None

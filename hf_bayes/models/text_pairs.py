@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.models.input_check import BATCH, CUT, InputCheck
@@ -27,22 +27,22 @@ def grouped(rewards: Tensor, texts_per_row: int) -> Tensor:
     return rewards[..., 0].unflatten(1, (-1, texts_per_row))  # type: ignore[no-any-return]
 
 
-class GroupCheck:
+class GroupCheck(InputCheck):
     """The check of a model's inputs for rows of several texts, or of one.
 
     Args:
-        check: the check for rows of one text.
+        core: the transformers model.
         texts_per_row: the number of texts in a row of several.
     """
 
-    def __init__(self, check: InputCheck, texts_per_row: int) -> None:
-        self._check, self._texts_per_row = check, texts_per_row
-        self.check_generation = check.check_generation
+    def __init__(self, core: nn.Module, texts_per_row: int) -> None:
+        super().__init__(core)
+        self._texts_per_row = texts_per_row
 
     def __call__(self, inputs: Mapping[str, Any], *, where: str = BATCH, first: int = 0, advice: str = CUT) -> None:
         """Raise a ValueError as ``InputCheck``. Texts of pairs are counted one by one."""
         if not holds_groups(inputs):
-            self._check(inputs, where=where, first=first, advice=advice)
+            super().__call__(inputs, where=where, first=first, advice=advice)
             return
         size = inputs["input_ids"].shape[1]
         if size != self._texts_per_row:
@@ -50,4 +50,4 @@ class GroupCheck:
                 f"a row of {where} has {size} texts, expected {self._texts_per_row}: input_ids [rows, "
                 f"{self._texts_per_row}, tokens], one after the other in the order of their labels"
             )
-        self._check(flattened(inputs), where=f"the texts of {where}", first=first * size, advice=advice)
+        super().__call__(flattened(inputs), where=f"the texts of {where}", first=first * size, advice=advice)

@@ -14,7 +14,6 @@ from hf_bayes import BayesianModelForSequenceClassification, LaplaceConfig, fit_
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, dense
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.linearised.outputs import gaussian_outputs
 from hf_bayes.models.text_pairs import GroupCheck, flattened, grouped, holds_groups
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
@@ -61,7 +60,7 @@ def test_single_texts_have_a_mean_and_a_deviation() -> None:
 
 
 def test_inputs_of_pairs_are_checked_text_by_text() -> None:
-    check = GroupCheck(InputCheck(tiny_bert(num_labels=1)), 2)
+    check = GroupCheck(tiny_bert(num_labels=1), 2)
     check({"input_ids": IDS})
     wrong = IDS.clone()
     wrong[1, 1, 0] = 10_000

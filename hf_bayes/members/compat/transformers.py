@@ -84,6 +84,10 @@ _OF_CACHES = (
     PrivateName(_CACHE, "offloading", None, "read"),
 )
 
+_TO_PROCESSORS = ("generation_config", "input_ids_seq_length", "encoder_input_ids", "prefix_allowed_tokens_fn",
+                  "logits_processor", "device", "model_kwargs", "negative_prompt_ids",
+                  "negative_prompt_attention_mask")  # fmt: skip
+
 _OF_GENERATION = (
     PrivateName(_GENERATION, "_reorder_cache", None, "provided"),
     PrivateName(
@@ -130,7 +134,7 @@ _OF_GENERATION = (
         ("input_ids", "mm_encoder_output", "expand_size", "inputs_embeds"),
         "accepted",
     ),
-    PrivateName(_GENERATION, "_get_logits_processor", ("generation_config", "input_ids_seq_length"), "overridden"),
+    PrivateName(_GENERATION, "_get_logits_processor", _TO_PROCESSORS, "overridden"),
     PrivateName(
         _GENERATION, "_get_stopping_criteria", ("generation_config", "stopping_criteria", "tokenizer"), "overridden"
     ),
@@ -177,8 +181,7 @@ NAMES = (*_OF_MODELS, *_OF_CACHES, *_OF_GENERATION, *_OF_PIPELINES, *_OF_TRAINER
 
 def enable_checkpointing(model: Any, args: Any) -> None:
     """Switch checkpointing on as ``Trainer.train`` does, if the arguments of a trainer ask for it."""
-    is_new = hasattr(args, "activation_checkpointing")  # transformers 5.23
-    kind = "activation" if is_new else "gradient"
+    kind = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
     if getattr(args, f"{kind}_checkpointing"):
         options = dict(getattr(args, f"{kind}_checkpointing_kwargs") or {})
         own = {"every_n_layers": options.pop("every_n_layers", 1), "offload": options.pop("offload", False)}

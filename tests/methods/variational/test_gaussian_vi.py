@@ -28,7 +28,7 @@ from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives.informed_spread import SpreadPlan
-from hf_bayes.training import active_run
+from hf_bayes.training import final_measurements
 from scripts.reproduce.exact_widths import DIM, NUM_ROWS, Regression
 from tests.runs import trainer
 
@@ -185,7 +185,7 @@ def test_the_trainer_evaluates_the_model_at_every_draw(tmp_path: Path, monkeypat
     def plan_of_spread(objective: Any, plan: SpreadPlan, *, seed: int) -> None:
         counted.append(plan.num_gradients)
 
-    monkeypatch.setattr(active_run, "measure_spread", plan_of_spread)
+    monkeypatch.setattr(final_measurements, "measure_spread", plan_of_spread)
     calls = []
     for num_draws in (1, 4):
         made = trainer(tmp_path / str(num_draws), IVONConfig(num_draws=num_draws, pair_period=None), max_steps=2)
