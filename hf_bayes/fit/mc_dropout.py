@@ -54,7 +54,7 @@ def fit_mc_dropout(
     if isinstance(model, BayesianModel) or is_place(model):
         raise ValueError(
             f"fit_mc_dropout takes a model of transformers or peft, got {type(model).__name__}: its dropout is that of "
-            "training, which a posterior does not have. Load the adapter with peft"
+            "training, which a posterior does not have. Load the base model, and the adapter on it with peft"
         )
     default = {"dropout": _trained_with(model)} if method is None else {}
     config = config_for("mc_dropout", method, **default)

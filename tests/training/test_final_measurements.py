@@ -1,4 +1,4 @@
-"""What is measured of a finished run, and for how many gradients."""
+"""A finished run is measured only where its energy is known, and within its share of the gradients."""
 
 from __future__ import annotations
 
