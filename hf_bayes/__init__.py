@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from hf_bayes.models.image_classification import BayesianModelForImageClassification
     from hf_bayes.models.image_text import BayesianModelForImageTextToText
     from hf_bayes.models.single_pass.sequential import sequential_outputs
-    from hf_bayes.models.statistics import with_statistics
+    from hf_bayes.models.statistics import with_batch_norm_statistics
     from hf_bayes.models.to_posterior import to_posterior
     from hf_bayes.models.token_classification import BayesianModelForTokenClassification
     from hf_bayes.objectives.data_access import DataAccess
@@ -217,7 +217,7 @@ _MODULES = {
     "to_terminal": "pipelines.rendering",
     "tune": "training.tuning.tune",
     "with_abstention": "decide.abstention",
-    "with_statistics": "models.statistics",
+    "with_batch_norm_statistics": "models.statistics",
 }
 """Public name -> module. A module is imported when its name is first used: the mathematics needs no transformers."""
 
@@ -324,7 +324,7 @@ __all__ = [
     "to_terminal",
     "tune",
     "with_abstention",
-    "with_statistics",
+    "with_batch_norm_statistics",
 ]
 
 

@@ -10,8 +10,9 @@
 5. After the warm start, a sampler finds its step size in whitened coordinates (``methods.sgmcmc.whitening``).
 6. At the end, ``settled`` stores what the last pass over the data has found, such as a temperature.
 
-Steps 2 to 4 are one function: ``objectives.own_settings.settle`` for a model, ``energy_settings.settle_energy`` for
-``sample``. A trainer reports the rate (``training.reports.own_choices``), and its checkpoints store it.
+Steps 2 to 4 are one function: ``objectives.model_settings.settle_model`` for a model, and
+``energy_settings.settle_energy`` for ``sample``. Both get the trial as a function of the updates of AdamW. A
+trainer reports the rate (``training.reports.own_choices``), and its checkpoints store it.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_bayes.core.likelihood_facts import UNKNOWN, LikelihoodFacts
+
 Info = dict[str, Tensor]
 """The figures of one update for diagnostics: name -> [M], one number per chain."""
 
@@ -127,11 +129,7 @@ class Problem(NamedTuple):
         draw_steps: the updates (counted from 1) that end in a draw.
         batch_fraction: n / N, the share of the data's rows in one batch; None if it is not known.
         update_fraction: R / N, the share of the data's rows in one update of a chain; None if it is not known.
-        most_terms: the largest number of likelihood terms in one row of the data; None if they were not counted.
-        root_columns: number of columns of R, where R R' is the Fisher information of one likelihood term in the model's
-            outputs; None if it is not known.
-        noise_std: the noise standard deviation of a regression; None for other likelihoods.
-        lacks: the functions that curvature may need and that the likelihood does not have: "draw", "fisher", or both.
+        likelihood: the facts about the likelihood, for methods that compute curvature.
         seed: seed of the draws by which a method compares priors.
     """
 
@@ -144,10 +142,7 @@ class Problem(NamedTuple):
     draw_steps: range = range(0)
     batch_fraction: float | None = None
     update_fraction: float | None = None
-    most_terms: int | None = None
-    root_columns: int | None = None
-    noise_std: float | None = None
-    lacks: frozenset[str] = frozenset()
+    likelihood: LikelihoodFacts = UNKNOWN
     seed: int = 0
     own_step_size: bool = False
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.decide.threshold import fit_threshold
-from hf_bayes.fit.finished_models import check_rows, labelled_batches
+from hf_bayes.fit.finished_models import check_rows_and_batch_size, labelled_batches
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading.posterior import read
@@ -52,7 +52,7 @@ def fit_abstention(
     """
     if measure not in CLASS_MEASURES:
         raise ValueError(f"unknown measure {measure!r}: expected one of {', '.join(CLASS_MEASURES)}")
-    check_rows("fit_abstention", "heldout", heldout, batch_size)
+    check_rows_and_batch_size("fit_abstention", "heldout", heldout, batch_size)
     loaded = read(posterior)
     if not loaded.config.task.endswith("_classification") or loaded.config.task == "token_classification":
         raise ValueError(

@@ -21,7 +21,7 @@ from transformers import default_data_collator
 
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.core.rng import device_of
-from hf_bayes.fit.finished_models import batches_by_number, check_rows
+from hf_bayes.fit.finished_models import batches_by_number, check_rows_and_batch_size
 from hf_bayes.members.inputs import without_labels
 from hf_bayes.models.classification import BayesianClassifier
 from hf_bayes.objectives.label_columns import columns_of
@@ -61,7 +61,7 @@ def acquire(
     Raises:
         ValueError: as ``select_rows`` (before the first forward pass), and for a model of another kind.
     """
-    check_rows("acquire", "pool", pool, batch_size)
+    check_rows_and_batch_size("acquire", "pool", pool, batch_size)
     _check(len(pool), k, by)
     if by == "random":
         return select_rows(torch.zeros(1, len(pool), 1), k, by=by, generator=generator)

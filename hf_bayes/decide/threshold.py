@@ -58,7 +58,7 @@ def fit_threshold(
     require_same_length(uncertainty=values, errors=losses)
     is_candidate = np.arange(len(values)) % _GRID_STRIDE == 0
     tested, tested_losses = values[~is_candidate], losses[~is_candidate]
-    _require_rows(len(values), len(tested), error_rate, failure_rate)
+    _require_enough_rows(len(values), len(tested), error_rate, failure_rate)
     passed = None
     for candidate in _candidates(values[is_candidate], len(tested), rows_needed(error_rate, failure_rate)):
         if p_value(tested_losses[tested <= candidate], error_rate) > failure_rate:
@@ -85,7 +85,7 @@ def _candidates(values: NDArray[np.float64], num_tested: int, num_needed: int) -
     return np.unique(np.quantile(values, levels, method="higher"))
 
 
-def _require_rows(num_rows: int, num_tested: int, error_rate: float, failure_rate: float) -> None:
+def _require_enough_rows(num_rows: int, num_tested: int, error_rate: float, failure_rate: float) -> None:
     # with fewer rows the first candidate, which answers two thirds of them at most, could not pass
     needed = _HEADROOM * rows_needed(error_rate, failure_rate)
     if num_tested < needed:

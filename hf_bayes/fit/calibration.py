@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from hf_bayes.fit.finished_models import check_rows, labelled_batches
+from hf_bayes.fit.finished_models import check_rows_and_batch_size, labelled_batches
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.calibrating import calibration_of
 from hf_bayes.models.loading.posterior import read
@@ -39,7 +39,7 @@ def fit_calibration(
     Raises:
         ValueError: for too few rows, or a model whose labels are numbers.
     """
-    check_rows("fit_calibration", "heldout", heldout, batch_size)
+    check_rows_and_batch_size("fit_calibration", "heldout", heldout, batch_size)
     loaded = read(posterior)
     kind = MODELS[loaded.config.task]
     with kind.from_pretrained(

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import default_data_collator
 
+from hf_bayes.core.rng import require_seed
 from hf_bayes.fit.distil_report import predictions_of, report_of
 from hf_bayes.fit.distil_targets import MAX_TERMS, InputReader, Reader, Targets, TokenReader, collect
 from hf_bayes.fit.distil_training import kl, train
-from hf_bayes.fit.finished_models import batches_by_number, check_rows, require_rows
+from hf_bayes.fit.finished_models import batches_by_number, check_rows_and_batch_size, require_rows_by_number
 from hf_bayes.members.inputs import without_labels
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
@@ -51,6 +52,7 @@ def distil(
     other: Any = None,
     device: str | torch.device | None = None,
     progress: bool = True,
+    seed: int = 0,
 ) -> Posterior:
     """Return the posterior with a distilled student; ``from_pretrained(..., prediction="distilled")`` predicts by it.
 
@@ -64,13 +66,15 @@ def distil(
         other: rows of another kind, never trained on, for the AUROC of the report.
         device: where the model runs; None is where ``from_pretrained`` loads it.
         progress: show a progress bar.
+        seed: the seed of the choice of held-out rows, of the tokens of long texts, and of the student's training.
     Raises:
         ValueError: for too few rows, predictions without classes (regressions, several labels), or a posterior whose
             members agree everywhere.
     """
-    check_rows("distil", "rows", rows, batch_size)
+    require_seed(seed)
+    check_rows_and_batch_size("distil", "rows", rows, batch_size)
     if other is not None:
-        require_rows("distil", "other", other)
+        require_rows_by_number("distil", "other", other)
     loaded = without_fits(read(posterior), (DISTILLED,))
     _check_size(len(rows), TASKS[loaded.config.task])
     plain = dataclasses.replace(loaded, student=None, config=dataclasses.replace(loaded.config, student={}))
@@ -96,14 +100,14 @@ def distil(
             )  # fmt: skip
 
         _check_tokens(batches(rows), TASKS[loaded.config.task])
-        description, tensors = _distil(model, plain, rows, other, batches, progress=progress)
+        description, tensors = _distil(model, plain, rows, other, batches, seed=seed, progress=progress)
     config = dataclasses.replace(loaded.config, student=description)
     return dataclasses.replace(loaded, config=config, student=tensors)
 
 
 def _distil(
     model: BayesianModel, posterior: Posterior, rows: Any, other: Any, batches: Callable[..., Iterable[Any]], *,
-    progress: bool,
+    seed: int, progress: bool,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
     """Return the description and the tensors of a student.
 
@@ -114,10 +118,10 @@ def _distil(
     names: Sequence[str] = NETWORKS
     if torch.equal(*networks):
         networks, names = networks[:1], names[:1]
-    reader = _reader(model, rows, batches, networks[0])
+    reader = _reader(model, rows, batches, networks[0], seed=seed)
     found = collect(reader, batches(rows, "teacher"), networks)
     _check_disagreement(found[0])
-    is_heldout = _heldout(len(rows))[found[0].row]
+    is_heldout = _heldout(len(rows), seed=seed)[found[0].row]
     untrained = [
         _network_kl(model, reader, network, one.at(is_heldout)) for network, one in zip(networks, found, strict=True)
     ]
@@ -128,7 +132,8 @@ def _distil(
     width = min(MAX_WIDTH, targets.hidden.shape[-1])
     with model.members.bind(network):
         with torch.enable_grad():
-            head = train(targets.at(~is_heldout), heldout, reader.logits, width=width, progress=progress)
+            taught = targets.at(~is_heldout)
+            head = train(taught, heldout, reader.logits, width=width, seed=seed, progress=progress)
         elsewhere = None
         if other is not None:
             (elsewhere,) = collect(reader, batches(other, "other rows"), [network])
@@ -148,9 +153,11 @@ def _distil(
     return description, {name: value.cpu().contiguous() for name, value in head.state_dict().items()}
 
 
-def _reader(model: BayesianModel, rows: Any, batches: Callable[..., Iterable[Any]], network: Tensor) -> Reader:
+def _reader(
+    model: BayesianModel, rows: Any, batches: Callable[..., Iterable[Any]], network: Tensor, *, seed: int
+) -> Reader:
     if model.term_kind == "token":
-        return TokenReader(model, per_row=max(1, MAX_TERMS // len(rows)))
+        return TokenReader(model, per_row=max(1, MAX_TERMS // len(rows)), seed=seed)
     return InputReader(model, without_labels(next(iter(batches(rows)))), network)
 
 
@@ -162,9 +169,9 @@ def _network_kl(model: BayesianModel, reader: Reader, network: Tensor, targets: 
         return float(kl(targets, predictions_of(untrained, targets, reader.logits)).mean())
 
 
-def _heldout(num_rows: int) -> Tensor:
+def _heldout(num_rows: int, *, seed: int) -> Tensor:
     """Return [num_rows] bool: True for the rows that are held out, a random tenth."""
-    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
     return order < max(1, round(HELDOUT_SHARE * num_rows))
 
 

@@ -101,13 +101,14 @@ class TokenReader:
 
     Args:
         per_row: the largest number of positions of a text.
+        seed: the seed of the choice of these positions.
     """
 
     output = ""
 
-    def __init__(self, model: BayesianModel, per_row: int) -> None:
+    def __init__(self, model: BayesianModel, per_row: int, *, seed: int) -> None:
         self.model, self.per_row = model, per_row
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(seed)
         self.kind: Any = None
 
     def read(self, inputs: dict[str, Any], networks: Sequence[Tensor]) -> list[Targets]:

@@ -60,16 +60,17 @@ def losses(head: StudentHead, targets: Targets, output: Output) -> Tensor:
     return mixture + deviance(targets.epistemic, epistemic, FLOOR)
 
 
-def train(targets: Targets, heldout: Targets, output: Output, *, width: int, progress: bool) -> StudentHead:
+def train(targets: Targets, heldout: Targets, output: Output, *, width: int, seed: int, progress: bool) -> StudentHead:
     """Return the head with the lowest held-out loss.
 
     Args:
         output: the output layer of the network, [n, h] -> [n, C].
+        seed: the seed of the first weights, and of the order of the terms.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     share = float((targets.epistemic.sum() / (targets.epistemic + targets.aleatoric).sum()).clamp(0.01, 0.99))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         head = StudentHead(targets.hidden.shape[-1], width, share).to(targets.hidden.device)
     optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / UPDATES)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import default_data_collator
 
 from hf_bayes.core.config import MethodConfig
@@ -21,6 +20,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.language.packing import refuse_mixed_documents
 from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.refusals import refuse_other_likelihood
+from hf_bayes.objectives.data_access import row_batches
 from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
 from hf_bayes.objectives.label_columns import with_columns
 from hf_bayes.objectives.likelihood_terms import labels_of
@@ -109,7 +109,7 @@ def config_for(name: str, given: MethodConfig | None, **settings: Any) -> Any:
     return given
 
 
-def require_rows(function: str, name: str, data: Any) -> None:
+def require_rows_by_number(function: str, name: str, data: Any) -> None:
     """Raise unless ``data`` has rows that can be counted and asked for by number: passes are made over some of them.
 
     Args:
@@ -129,11 +129,11 @@ def require_rows(function: str, name: str, data: Any) -> None:
     require_dataset(data, name, f"{function} needs some")
 
 
-def check_rows(function: str, name: str, data: Any, batch_size: Any) -> None:
-    """Check rows and the size of their batches, before a model is loaded; arguments as of ``require_rows``."""
+def check_rows_and_batch_size(function: str, name: str, data: Any, batch_size: Any) -> None:
+    """Check rows, as ``require_rows_by_number`` does, and the size of their batches, before a model is loaded."""
     if not is_count(batch_size):
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-    require_rows(function, name, data)
+    require_rows_by_number(function, name, data)
 
 
 def check_sizes(batch_size: Any, num_data: Any, data_unit: Any) -> None:
@@ -170,7 +170,7 @@ def labelled_batches(
     """Yield all rows in batches with ``labels``, which carry the columns that the model's likelihood reads.
 
     Args:
-        data: rows that ``require_rows`` accepts.
+        data: rows that ``require_rows_by_number`` accepts.
         collate: rows -> a batch; None is transformers' default collator.
     Raises:
         ValueError: for a batch without labels, or without a column of the likelihood.
@@ -185,12 +185,10 @@ def batches_by_number(
     data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable[..., Any], batch_size: int,
     progress: str | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield these rows, in this order, in batches on the device of the model.
+    """Return these rows, in this order, in batches on the device of the model; arguments as of ``row_batches``."""
 
-    Args:
-        progress: the title of a progress bar; None shows none.
-    """
+    def to_device(batch: dict[str, Any]) -> dict[str, Any]:
+        return with_tensors(batch, lambda tensor: tensor.to(model.device))
+
     collate = in_words(collate, "the data")
-    loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
-    for batch in tqdm(loader, desc=progress, disable=progress is None, leave=False):
-        yield with_tensors(batch, lambda tensor: tensor.to(model.device))
+    return row_batches(data, rows, collate=collate, batch_size=batch_size, prepare=to_device, progress=progress)

@@ -26,7 +26,7 @@ from hf_bayes.fit.finished_models import (
     check_sizes,
     config_for,
     model_to_fit,
-    require_rows,
+    require_rows_by_number,
 )
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.metrics.calibration import MIN_TERMS, require_enough
@@ -45,7 +45,7 @@ from hf_bayes.objectives.label_columns import with_columns
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.passes import member_passes
-from hf_bayes.objectives.starting import problem_for
+from hf_bayes.objectives.starting import likelihood_facts, problem_for
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
@@ -163,7 +163,7 @@ def _check_data(data: Any, heldout: Any, config: Any, batch_size: Any, num_data:
     """Check rows and sizes, before a model is loaded."""
     for name, given in (("data", data), ("heldout", heldout)):
         if given is not None or name == "data":
-            require_rows("fit_laplace", name, given)
+            require_rows_by_number("fit_laplace", name, given)
     if config.fit_prior == "heldout" and len(heldout) == 1:
         raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
     check_sizes(batch_size, num_data, data_unit)
@@ -181,10 +181,10 @@ def _fit(
     """
     _require_reference(model, data.rows, data.collate)
     count = functools.partial(count_terms_of, model, collate=data.collate)
-    config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
+    config.spec.check_size(model.layout.dim)  # before rows are counted
     config.spec.check_likelihood(model.likelihood.lacks)
     terms, most = count(data.rows, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
-    config.spec.check_size(model.layout.dim, most, model.num_root_columns)
+    config.spec.check_size(model.layout.dim, likelihood_facts(model, most))
     check_first_rows(model, data.rows, data.collate)
     tempers = False
     if data.heldout is not None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.fit.curvature_operator import CurvatureOperator
-from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, require_rows
+from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, require_rows_by_number
 from hf_bayes.methods.laplace.estimators import build_estimator
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
@@ -67,7 +67,7 @@ def curvature_of_model(
     make = _passes(model, data, collate, batch_size, subspace, noise_std, likelihood, seed)
     with make() as (bayesian, theta, _):
         layout = bayesian.layout
-        CurvatureSpec(estimator=estimator, num_samples=num_samples).check_size(layout.dim, None, None)
+        CurvatureSpec(estimator=estimator, num_samples=num_samples).check_size(layout.dim)
 
     @functools.cache
     def hessian() -> Tensor:
@@ -116,7 +116,7 @@ def _passes(
     likelihood: LikelihoodConfig | None, seed: int,
 ) -> Callable[[], Any]:  # fmt: skip
     """Return a function that opens a model for a pass over its data: (Bayesian model, theta [d], data)."""
-    require_rows("this function", "data", data)
+    require_rows_by_number("this function", "data", data)
     if not is_count(batch_size):
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
 

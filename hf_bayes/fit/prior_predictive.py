@@ -19,7 +19,7 @@ from hf_bayes.core.rng import generator, require_seed
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.distributions.priors import build_prior
-from hf_bayes.fit.finished_models import batches_by_number, check_rows
+from hf_bayes.fit.finished_models import batches_by_number, check_rows_and_batch_size
 from hf_bayes.members.inputs import without_labels
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
@@ -99,7 +99,7 @@ def prior_predictive(
     require_seed(seed)
     if not is_count(num_draws):
         raise ValueError(f"num_draws must be an integer >= 1, got {num_draws!r}")
-    check_rows("prior_predictive", "data", data, batch_size)
+    check_rows_and_batch_size("prior_predictive", "data", data, batch_size)
     with attach(model, subspace=subspace) as bayesian:
         if not bayesian.likelihood.predicts_classes:
             kind = bayesian.likelihood.name

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares, minimize_scalar
 
-from hf_bayes.fit.finished_models import check_rows, labelled_batches
+from hf_bayes.fit.finished_models import check_rows_and_batch_size, labelled_batches
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.loading.posterior import read
 from hf_bayes.objectives.likelihood_terms import all_ignored
@@ -115,7 +115,7 @@ def _opened(
     Args:
         function, name: the names of the function that takes the rows, and of its argument.
     """
-    check_rows(function, name, rows, batch_size)
+    check_rows_and_batch_size(function, name, rows, batch_size)
     plain = without_fits(read(posterior), (SINGLE_PASS,))
     with MODELS[plain.config.task].from_pretrained(
         plain, base_model=base_model, prediction="members", members=members, calibrated=False

@@ -26,7 +26,7 @@ from hf_bayes.fit.finished_models import (
     check_sizes,
     config_for,
     model_to_fit,
-    require_rows,
+    require_rows_by_number,
 )
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
@@ -169,7 +169,7 @@ def _check_heldout(heldout: Any) -> None:
             "fit_training_free needs held-out rows, got None: the posterior is as wide as they allow. Give rows with "
             "labels that the adapter was not trained on, or use fit_laplace, which needs training rows"
         )
-    require_rows("fit_training_free", "heldout", heldout)
+    require_rows_by_number("fit_training_free", "heldout", heldout)
 
 
 def _check_terms(model: BayesianModel, config: Any, heldout: Any, collate: Callable[..., Any]) -> None:

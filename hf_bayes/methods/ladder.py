@@ -150,8 +150,7 @@ class _Ladder:
     Attributes:
         config: the sampler's settings, with its ladder.
         rungs: the rungs.
-        looks: the numbers of updates after which the chains are looked at; the choice follows the last one. The state
-            holds what was seen; after the choice, where the chains then were.
+        looks: the numbers of updates after which the chains are looked at; the choice follows the last one.
         scales: a rung is judged by all chains, scaled to its temperature.
         draws: the numbers of updates that end in a draw.
         reviews: those after which the choice is reviewed.
@@ -167,13 +166,15 @@ class _Ladder:
     def init(self, theta: Tensor, rngs: Rngs) -> Any:
         """Return the state before the first update."""
         on = torch.arange(len(theta), device=theta.device) % len(self.rungs)
-        looks = theta.new_zeros(len(theta), len(self.looks), theta.shape[1])
+        num_kept = 0 if self.scales else len(self.looks)  # chains that are scaled are judged where they are
+        seen = theta.new_zeros(len(theta), num_kept, theta.shape[1])
         nll = torch.zeros(len(theta), len(self.rungs), dtype=torch.float64, device=theta.device)
         parts = [(rows, self.rungs[index].rule.init(theta[rows], rngs[rows])) for index, rows in _groups(on)]
         drawn = on[:, None].repeat(1, len(self.draws))
         lost = torch.zeros_like(on)
-        own = {"ladder_rung": on, "ladder_looks": looks, "ladder_nll": nll, "ladder_drawn": drawn, "ladder_lost": lost}
-        return joined_state(own, merged(parts))
+        own = {"ladder_rung": on, "ladder_nll": nll, "ladder_drawn": drawn, "ladder_lost": lost}
+        points = {"ladder_seen": seen, "ladder_home": theta.clone()}  # theta at each look, and at the choice
+        return joined_state(own | points, merged(parts))
 
     def locate(self, state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
         """Return where the gradients are needed."""
@@ -215,10 +216,10 @@ class _Ladder:
                 own = rung.rule.early_passes.get(step)
                 parts.append((rows, part if own is None else own(part, passes)))
             state = with_inner(state, merged(parts))
-            if step in self.looks:
-                looks = state.ladder_looks.clone()
-                looks[:, self.looks.index(step)] = state.theta
-                state = state._replace(ladder_looks=looks)
+            if step in self.looks and not self.scales:
+                seen = state.ladder_seen.clone()
+                seen[:, self.looks.index(step)] = state.theta
+                state = state._replace(ladder_seen=seen)
             if step == self.looks[-1]:
                 return self._choose(state, passes)
             return self._review(state, step, passes) if step in self.reviews else state
@@ -234,7 +235,7 @@ class _Ladder:
                 there = self._scaled(state, self.rungs[index])
                 draws, members = there.theta, self._independent_draws(there)
             else:
-                draws = state.ladder_looks[rows].flatten(0, 1)
+                draws = state.ladder_seen[rows].flatten(0, 1)
                 members = self.config.num_chains * self.config.draws_per_chain
             nll[index] = passes.heldout(draws, "all", num_members=members)[0]
         state = self._on_rung(state, int(nll.argmin()), self.looks[-1])
@@ -256,7 +257,7 @@ class _Ladder:
             kept: [M, S, d] after the last update, the draws to compare with the chains as they were at the choice.
         """
         rung = int(state.ladder_rung[0])
-        home, now = state._replace(theta=state.ladder_looks[:, -1]), None
+        home, now = state._replace(theta=state.ladder_home), None
         while (lower := self._below(rung)) is not None:
             if now is None and kept is not None:
                 now = _by_row(kept.flatten(0, 1).to(state.theta), None, passes)
@@ -284,10 +285,8 @@ class _Ladder:
         later = torch.tensor([at > step for at in self.draws], device=state.ladder_drawn.device)
         drawn = torch.where(later, index, state.ladder_drawn)
         state = self._scaled(state, self.rungs[index])
-        looks = state.theta[:, None].expand_as(state.ladder_looks).clone()
-        return state._replace(
-            ladder_rung=torch.full_like(state.ladder_rung, index), ladder_drawn=drawn, ladder_looks=looks
-        )
+        rungs, home = torch.full_like(state.ladder_rung, index), state.theta.clone()
+        return state._replace(ladder_rung=rungs, ladder_drawn=drawn, ladder_home=home)
 
     def _scaled(self, state: Any, rung: Rung) -> Any:
         """Return the state with all chains at the temperature of a rung."""

@@ -98,7 +98,7 @@ def run_curvature_pass(
     """
     spec = spec.of_model(model.layout.shapes)
     spec.check()
-    spec.check_size(model.layout.dim, None, None)
+    spec.check_size(model.layout.dim)
     data = PassData(batches, num_rows, scale, seed, mesh, context)
     with as_single_model(model.members, theta) as random:
         if spec.estimator == "hessian":

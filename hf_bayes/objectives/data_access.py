@@ -1,11 +1,14 @@
-"""Rows of the data by number, for a method that passes over the data once more."""
+"""Rows of the data by number, for a pass over some of them, or over the data once more."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from hf_bayes.core.rng import generator
 from hf_bayes.objectives.curvature_pass import Batches
@@ -50,6 +53,23 @@ class DataAccess(NamedTuple):
             return self._replace(heldout=heldout, num_heldout=num_rows)
         order = _some(num_rows, most, seed, "part of the held-out rows")
         return self._replace(heldout=lambda rows: heldout([order[row] for row in rows]), num_heldout=most)
+
+
+def row_batches(
+    dataset: Any, rows: Sequence[int], *, collate: Callable[..., Any], batch_size: int, prepare: Callable[[Any], Any],
+    progress: str | None = None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield these rows of a data set, in this order, in batches.
+
+    Args:
+        rows: the numbers of the rows.
+        collate: rows -> a batch.
+        prepare: a function that moves a batch to the device.
+        progress: the title of a progress bar; None shows none.
+    """
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=batch_size, sampler=rows, collate_fn=collate)
+    for batch in tqdm(loader, desc=progress, disable=progress is None, leave=False):
+        yield prepare(batch)
 
 
 def _some(num_rows: int, number: int, seed: int, purpose: str) -> list[int]:

@@ -24,7 +24,7 @@ from hf_bayes.chains.finite import NotFiniteError
 from hf_bayes.chains.objective import Objective
 from hf_bayes.chains.own_settings import MAX_UPDATES, best_rate, last_third
 from hf_bayes.chains.run import Run, StepRecord
-from hf_bayes.core.config import DEFAULT_ADAMW_RATE
+from hf_bayes.core.config import DEFAULT_ADAMW_RATE, MethodConfig
 from hf_bayes.core.types import Problem
 from hf_bayes.methods.registry import adamw_rule
 
@@ -99,6 +99,11 @@ class TrialPlan(NamedTuple):
     num_updates: int
 
 
+def plan_for(method: MethodConfig, num_steps: int) -> TrialPlan:
+    """Return the trial that a run of ``num_steps`` updates of this method can pay for."""
+    return plan_trial(math.ceil(num_steps * method.requirements.gradients_per_update) * method.num_chains)
+
+
 def plan_trial(gradients: int) -> TrialPlan:
     """Return the trial that a run of so many gradients, of all its chains, can pay for."""
     for factors, typical in ((FACTORS, TYPICAL_OF_LONG), (FEW_FACTORS, TYPICAL)):
@@ -134,7 +139,7 @@ def range_test(
         start: [d], where all members begin.
         problem: the run that the rate is for.
         updates: the batches of each update.
-        plan: the rates to try, see ``plan_trial``.
+        plan: the rates to try, see ``plan_for``.
         num_steps: N, the number of updates that AdamW makes in the run.
         prior_weight: the factor of the prior's energy, see ``MethodConfig.prior_weight``.
         progress: show a bar.

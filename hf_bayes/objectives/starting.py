@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_bayes.chains.run import Run
 from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.likelihood_facts import LikelihoodFacts
 from hf_bayes.core.schedules import burn_in_steps, draw_steps
 from hf_bayes.core.types import Kernel, Prior, Problem, Rule
 from hf_bayes.distributions.approximations import Gaussian
@@ -26,10 +27,10 @@ from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.objectives.own_settings import Settings, TryRates, settle
+from hf_bayes.objectives.model_settings import Settings, TryRates, settle_model
 from hf_bayes.objectives.passes import MemberPasses, member_passes
 from hf_bayes.objectives.private_rows import PrivateRows
-from hf_bayes.objectives.range_test import RangeTest, TrialPlan, range_test
+from hf_bayes.objectives.range_test import RangeTest, plan_for, range_test
 
 
 class StartedRun(NamedTuple):
@@ -79,7 +80,7 @@ def start_run(
         method: a config of ``hf_bayes.METHODS``.
         scale: the size of the data and of an update.
         num_steps: the number of updates of the run.
-        learning_rate: the peak of the method's schedule; None leaves it to the method, see ``own_settings``.
+        learning_rate: the peak of the method's schedule; None leaves it to the method, see ``settle_model``.
         seed: the seed of starting points, noise and dropout masks.
         start: [d] the weights around which chains start; None takes those of the model.
         theta: [M, d] the starting points of the chains of this process; None draws them around ``start``.
@@ -96,7 +97,7 @@ def start_run(
     Raises:
         ValueError: if the method cannot run on this problem.
     """
-    _require_rows(method, data)
+    _require_data_access(method, data)
     mesh = ChainMesh(method.num_chains, model.device) if mesh is None else mesh
     start = model.theta.detach()[0] if start is None else start
     theta = initial_members(model.layout, start, method, seed=seed, chains=mesh.chains) if theta is None else theta
@@ -108,8 +109,8 @@ def start_run(
     passes = member_passes(model, mesh=mesh, seed=seed, **options)
     trial = None
     if trial_updates is not None:
-        trial = _trial(passes, scale, start.to(theta), problem, trial_updates, method.prior_weight, progress=progress)
-    settings = settle(method, learning_rate, num_steps, trial, found_rate, falls=falls)
+        trial = _trial(passes, scale, start.to(theta), problem, trial_updates, method, progress=progress)
+    settings = settle_model(method, learning_rate, num_steps, trial, found_rate, falls=falls)
     problem = _with_settings(problem, settings, has_rows=data is not None)
     built = build(settings.method, problem)
     needs = _needs_of(settings.method, built, problem)
@@ -124,7 +125,7 @@ def start_run(
     return StartedRun(run, objective, prior, settings)
 
 
-def _require_rows(method: MethodConfig, data: DataAccess | None) -> None:
+def _require_data_access(method: MethodConfig, data: DataAccess | None) -> None:
     """Check that a method that passes over rows by number has them."""
     needs = method.requirements
     if not (needs.final_pass or needs.heldout != "none"):
@@ -154,15 +155,24 @@ def problem_for(
         model: an attached model.
         prior: log p(theta).
         num_data: N, the number of likelihood terms that the data count as.
-        num_steps, most_terms, batch_fraction, update_fraction, seed: fields of ``Problem``.
+        most_terms: as for ``likelihood_facts``.
+        num_steps, batch_fraction, update_fraction, seed: fields of ``Problem``.
     """
     return Problem(
         num_data=num_data, prior=prior, learning_rate=1.0, num_steps=num_steps, burn_in=0,
         shapes=model.layout.named_shapes, batch_fraction=batch_fraction,
-        update_fraction=update_fraction, most_terms=most_terms,
-        root_columns=model.num_root_columns, noise_std=model.likelihood.noise_std,
-        lacks=model.likelihood.lacks, seed=seed,
+        update_fraction=update_fraction, likelihood=likelihood_facts(model, most_terms), seed=seed,
     )  # fmt: skip
+
+
+def likelihood_facts(model: BayesianModel, most_terms: int | None = None) -> LikelihoodFacts:
+    """Return the facts about the likelihood of a model.
+
+    Args:
+        most_terms: the number of likelihood terms in the row with most of them, if they were counted.
+    """
+    own = model.likelihood
+    return LikelihoodFacts(most_terms, model.num_root_columns, own.noise_std, own.lacks)
 
 
 def _trial(
@@ -171,17 +181,18 @@ def _trial(
     start: Tensor,
     problem: Problem,
     updates: Callable[[], Iterable[list[Any]]],
-    prior_weight: float,
+    method: MethodConfig,
     *,
     progress: bool,
 ) -> TryRates:
     """Return the function that tries learning rates, one member for each rate, on the same rows."""
 
-    def trial(plan: TrialPlan, adamw_steps: int) -> RangeTest:
+    def trial(adamw_steps: int) -> RangeTest:
+        plan = plan_for(method, problem.num_steps)
         objective = ModelObjective(replace(passes, chains=range(len(plan.rates)), shared=True), scale)
         return range_test(
-            objective, start, problem, updates(), plan=plan, num_steps=adamw_steps, prior_weight=prior_weight,
-            progress=progress,
+            objective, start, problem, updates(), plan=plan, num_steps=adamw_steps,
+            prior_weight=method.prior_weight, progress=progress,
         )  # fmt: skip
 
     return trial

@@ -21,7 +21,7 @@ from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods.registry import mirrors_chains
-from hf_bayes.models.statistics import with_statistics
+from hf_bayes.models.statistics import with_batch_norm_statistics
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
 from hf_bayes.objectives.starting import start_run
@@ -258,7 +258,7 @@ class ActiveRun:
         """Let evaluation and generation use the current states of the chains."""
         self.setup.model.show(self.run.theta.detach(), self.setup.member_group)
 
-    def with_statistics(self, theta: Tensor) -> Tensor:
+    def with_batch_norm_statistics(self, theta: Tensor) -> Tensor:
         """Return members with the statistics of their batch normalisation, from rows of the training data."""
         if not self.setup.model.members.batch_norms:
             return theta
@@ -267,7 +267,7 @@ class ActiveRun:
         most = min(count, MOST_ROWS_OF_STATISTICS)
         rows = order[: max(size, most // size * size)]  # a short batch has less exact statistics
         batches = self.rows.by_number(rows)
-        return with_statistics(self.setup.model, theta, batches, self.host.evaluation_autocast)
+        return with_batch_norm_statistics(self.setup.model, theta, batches, self.host.evaluation_autocast)
 
     def finish(self) -> Finished:
         """Return the result of the method, and leave the last states of the chains in the model."""

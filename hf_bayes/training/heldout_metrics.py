@@ -99,7 +99,7 @@ def _beside_map(
     point = map_of_run(posterior, active)
     if point is None:
         return {}
-    point = active.with_statistics(point)
+    point = active.with_batch_norm_statistics(point)
     rival = None
     if posterior.config.calibration:  # as for the posterior: what cannot be fitted has been said already
         with active.setup.model.showing(point):

@@ -31,7 +31,9 @@ from hf_bayes.training.dpo_reference import reference_given
 from hf_bayes.training.evaluation import Step
 from hf_bayes.training.outcome import NO_POSTERIOR, Outcome
 from hf_bayes.training.private_hooks import PrivateHooks
+from hf_bayes.training.pushing import push
 from hf_bayes.training.reports.monitor import Monitor
+from hf_bayes.training.saving import SavedPosterior
 from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
 from hf_bayes.training.trainer_host import TrainerHost, without_data_parallel
@@ -59,6 +61,7 @@ class BayesianTrainerMixin(PrivateHooks):
         active: the last run; None before ``train``.
         diagnosis: its diagnostics, and the checkpoints that it can be resumed from.
         outcome: its posterior, and evaluation.
+        saved: the posterior as it is saved, with the author's fields of its card.
     Raises:
         ValueError: before anything runs, for settings with which the method would not sample its target.
     """
@@ -90,6 +93,7 @@ class BayesianTrainerMixin(PrivateHooks):
         ) as setup:  # fmt: skip
             self.setup: Setup = setup
             self.outcome = Outcome(setup)
+            self.saved = SavedPosterior(self.outcome)
             with reference_given(self, setup.model, kwargs):
                 super().__init__(model=setup.model, args=args, **kwargs)
             self.rows = take_data(TrainerHost(self), setup)
@@ -211,24 +215,24 @@ class BayesianTrainerMixin(PrivateHooks):
         return self.outcome.evaluator.step(inputs, host, keep_logits=keep, without_labels=own, ignored=ignore_keys)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the posterior directory (``Outcome.save``); checkpoints (``_internal_call``) have their own files."""
+        """Write the posterior directory (``SavedPosterior``); checkpoints (``_internal_call``) have their own files."""
         directory = str(output_dir or self.args.output_dir)
         if _internal_call:
             Path(directory).mkdir(parents=True, exist_ok=True)
         else:
-            self.outcome.save(self.active, directory)
+            self.saved.save(TrainerHost(self), self.active, directory)
 
     def push_to_hub(  # type: ignore[override]
         self, commit_message: str | None = "End of training", blocking: bool = True, token: str | None = None,
         revision: str | None = None, **settings: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:  # fmt: skip
-        """Save, and upload the posterior's own files; ``Outcome.push`` explains the settings."""
+        """Save, and upload the posterior's own files; ``pushing.push`` explains the settings."""
         settings |= {"commit_message": commit_message, "token": token, "revision": revision}
-        return self.outcome.push(TrainerHost(self), self.save_model, blocking=blocking, **settings)
+        return push(self.saved, TrainerHost(self), self.save_model, blocking=blocking, **settings)
 
     def create_model_card(self, *_: Any, **card: Any) -> None:
         """Keep the author's fields of the model card, as in ``push_to_hub``; write a saved posterior's card anew."""
-        self.outcome.write_card(TrainerHost(self), card)
+        self.saved.write_card(TrainerHost(self), card)
 
 
 class BayesianTrainer(BayesianTrainerMixin, Trainer):

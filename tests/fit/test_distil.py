@@ -73,6 +73,27 @@ def test_a_second_student_replaces_the_first() -> None:
     assert all(torch.equal(value, twice.student[name]) for name, value in once.student.items())
 
 
+@pytest.mark.usefixtures("quick")
+def test_the_seed_chooses_the_held_out_rows_and_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def student(seed: int) -> torch.Tensor:
+        made = distil(ensemble("classes"), ROWS, base_model=tiny_bert(), batch_size=50, progress=False, seed=seed)
+        return torch.cat([value.flatten() for value in made.student.values()])
+
+    assert torch.equal(student(3), student(3))
+    assert not torch.equal(student(3), student(4))
+    held = [module._heldout(40, seed=seed) for seed in (0, 0, 1)]
+    assert torch.equal(held[0], held[1])
+    assert not torch.equal(held[0], held[2])
+    monkeypatch.setattr(module, "_heldout", lambda num_rows, *, seed: held[0].repeat(num_rows // 40 + 1)[:num_rows])
+    assert not torch.equal(student(3), student(4))  # on the same rows, too
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, "3"])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    with pytest.raises(ValueError, match="seed must be"):
+        distil(ensemble("classes"), ROWS, base_model=tiny_bert(), progress=False, seed=seed)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -34,12 +34,14 @@ def test_positions_of_a_text_are_drawn_without_padding() -> None:
     with BayesianModelForCausalLM.from_pretrained(ensemble("tokens"), base_model=base("tokens")) as model:
         network = model.theta[:1].detach()
         with torch.no_grad():
-            (all_there,) = collect(TokenReader(model, per_row=100), [inputs], [network])
-            (some,) = collect(TokenReader(model, per_row=2), [inputs], [network])
+            (all_there,) = collect(TokenReader(model, per_row=100, seed=0), [inputs], [network])
+            (some,) = collect(TokenReader(model, per_row=2, seed=0), [inputs], [network])
+            (other,) = collect(TokenReader(model, per_row=2, seed=1), [inputs], [network])
             expected = model(**inputs).epistemic
     assert all_there.row.bincount().tolist() == [5, 8, 8, 8]
     torch.testing.assert_close(all_there.epistemic, expected[inputs["attention_mask"].bool()], rtol=1e-4, atol=1e-6)
-    assert some.row.bincount().tolist() == [2, 2, 2, 2]
+    assert some.row.bincount().tolist() == other.row.bincount().tolist() == [2, 2, 2, 2]
+    assert not torch.equal(some.hidden, other.hidden)
 
 
 def test_the_most_probable_classes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +49,7 @@ def test_the_most_probable_classes_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     inputs = inputs_of(TEXTS[:2])
     load = BayesianModelForCausalLM.from_pretrained
     with torch.no_grad(), load(ensemble("tokens"), base_model=base("tokens")) as model:
-        (found,) = collect(TokenReader(model, per_row=100), [inputs], [model.theta[:1].detach()])
+        (found,) = collect(TokenReader(model, per_row=100, seed=0), [inputs], [model.theta[:1].detach()])
         logits = model(**inputs).logits.flatten(0, 1)
     torch.testing.assert_close(found.log_probs, logits.topk(5).values)
 

@@ -12,12 +12,12 @@ from hf_bayes.fit.finished_models import (
     as_bayesian,
     batches_by_number,
     check_first_rows,
-    check_rows,
+    check_rows_and_batch_size,
     check_sizes,
     config_for,
     labelled_batches,
     model_to_fit,
-    require_rows,
+    require_rows_by_number,
 )
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
@@ -86,15 +86,15 @@ def test_rows_come_in_the_order_of_their_numbers(capsys: pytest.CaptureFixture[s
 
 def test_rows_without_numbers_are_refused_in_words() -> None:
     with pytest.raises(ValueError, match="data is a DataLoader, and fit_it makes batches of its own"):
-        require_rows("fit_it", "data", DataLoader([1, 2]))  # type: ignore[arg-type]
+        require_rows_by_number("fit_it", "data", DataLoader([1, 2]))  # type: ignore[arg-type]
     for rows in (iter([1]), {"train": [1]}, torch):
         with pytest.raises(ValueError, match="data must have rows that can be counted"):
-            require_rows("fit_it", "data", rows)
+            require_rows_by_number("fit_it", "data", rows)
     with pytest.raises(ValueError, match="data has 0 rows; fit_it needs some: give it data"):
-        require_rows("fit_it", "data", [])
-    require_rows("fit_it", "data", [1, 2])
+        require_rows_by_number("fit_it", "data", [])
+    require_rows_by_number("fit_it", "data", [1, 2])
     with pytest.raises(ValueError, match=r"batch_size must be an integer >= 1, got 2\.0"):
-        check_rows("fit_it", "data", [1, 2], 2.0)
+        check_rows_and_batch_size("fit_it", "data", [1, 2], 2.0)
 
 
 def test_labels_carry_the_columns_of_the_likelihood() -> None:

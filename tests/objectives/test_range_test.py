@@ -11,11 +11,12 @@ from torch import Tensor
 
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.run import Run
-from hf_bayes.core.config import DEFAULT_ADAMW_RATE
+from hf_bayes.core.config import DEFAULT_ADAMW_RATE, MethodConfig
 from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.registry import adamw_rule
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives.range_test import (
     FACTORS,
     FEW_FACTORS,
@@ -23,6 +24,7 @@ from hf_bayes.objectives.range_test import (
     TYPICAL_OF_LONG,
     RangeTest,
     TrialPlan,
+    plan_for,
     plan_trial,
     range_test,
 )
@@ -100,6 +102,13 @@ def test_a_trial_takes_a_small_part_of_the_run(
     assert plan == TrialPlan(tuple(usual * factor for factor in factors), usual, updates)
     assert usual in plan.rates
     assert len(plan.rates) * updates <= share * gradients
+
+
+@pytest.mark.parametrize(
+    ("method", "gradients"), [(MAPConfig(num_chains=2), 2000), (MeanFieldConfig(num_draws=4), 4000)]
+)
+def test_the_plan_counts_the_gradients_of_all_chains(method: MethodConfig, gradients: int) -> None:
+    assert plan_for(method, 1000) == plan_trial(gradients)
 
 
 def test_a_run_of_a_few_gradients_has_no_trial() -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import default_data_collator
 
 from hf_bayes import LaplaceConfig, SGHMCConfig, attach
+from hf_bayes.core.likelihood_facts import LikelihoodFacts
 from hf_bayes.core.rng import MirroredGenerator
 from hf_bayes.fit.finished_models import batches_by_number
 from hf_bayes.models.to_posterior import to_posterior
@@ -82,7 +83,7 @@ def test_a_fit_has_the_problem_of_a_run_on_the_same_model() -> None:
     of_run, of_fit = run.problem, problem_for(model, run.problem.prior, 20.0, most_terms=1, seed=3)
     own = {"num_steps": 1, "update_fraction": None, "learning_rate": 1.0, "burn_in": 0, "draw_steps": of_fit.draw_steps}
     assert of_fit == of_run._replace(**own)
-    assert (of_fit.noise_std, of_fit.root_columns, of_run.update_fraction) == (0.5, 1, 0.2)
+    assert (of_fit.likelihood, of_run.update_fraction) == (LikelihoodFacts(1, 1, 0.5), 0.2)
 
 
 @pytest.mark.parametrize(("learning_rate", "expected"), [(None, [False, True] * 4), (1e-2, [False] * 8)])

@@ -28,6 +28,21 @@ def test_resume_may_change_the_micro_batch_size(tmp_path):
     torch.testing.assert_close(resumed.posterior.sample(None), whole.posterior.sample(None), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("ladder", [{"temperature": (1.0, 0.1)}, {"prior_scale": (1.0, 2.0)}])
+def test_a_ladder_resumes_bitwise_after_its_choice(tmp_path, ladder):
+    method = SGHMCConfig(num_chains=2, draws_per_chain=2, prior_std=0.1, ladder=ladder)
+    changes = {"learning_rate": None, "max_steps": 120, "save_strategy": "steps", "save_steps": 90}
+
+    def fresh():
+        return runs.trainer(tmp_path, method, eval_dataset=runs.token_rows(40, seed=5), **changes)
+
+    whole, resumed = fresh(), fresh()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-90"))
+    assert len(set(whole.run.state.ladder_rung.tolist())) == 1  # the rung was chosen before update 90
+    assert torch.equal(resumed.posterior.approximation.theta, whole.posterior.approximation.theta)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_each_run_of_a_trainer_resumes_bitwise(tmp_path, dropout):
     def fresh():

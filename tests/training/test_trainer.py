@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from huggingface_hub import HfApi, RepoUrl
 from torch import Tensor
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, default_data_collator
 
@@ -252,26 +249,3 @@ def test_the_model_comes_back_as_it_was(tmp_path):
     trainer.train()
     assert trainer.bayesian.detach() is model
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_push_uploads_no_checkpoints_and_no_pickles(tmp_path, monkeypatch):
-    sent: dict[str, Any] = {}
-
-    def upload_folder(self: HfApi, *, folder_path: str, allow_patterns: list[str], **others: Any) -> Any:
-        sent.update(others, allow_patterns=allow_patterns, files={p.name for p in Path(folder_path).rglob("*")})
-        return SimpleNamespace(oid="1", commit_url="https://huggingface.co/user/x/commit/1")
-
-    monkeypatch.setattr(
-        HfApi, "create_repo", lambda self, repo_id, **others: RepoUrl(f"https://huggingface.co/{repo_id}")
-    )
-    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, repo_id, **others: [])
-    trainer = runs.trainer(tmp_path, SGHMCConfig(), hub_model_id="user/x", save_strategy="steps", save_steps=3)
-    trainer.train()
-    (tmp_path / "training_args.bin").write_bytes(b"a pickle that may hold a token")
-    trainer.push_to_hub()
-    assert sent["repo_id"] == "user/x"
-    assert not [
-        name for name in sent["allow_patterns"] if "checkpoint" in name or name.endswith((".bin", ".pt", ".pth"))
-    ]
-    assert "manifest.json" in sent["allow_patterns"]

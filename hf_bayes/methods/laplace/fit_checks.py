@@ -21,7 +21,7 @@ def check_fits(problem: Problem, name: str, *, fit_prior: str | None, fit_noise:
             f"{name}: fit_prior={fit_prior!r} needs a prior apart from the energy, to replace its "
             "precision: give prior= and leave -log p(theta) out of the energy"
         )
-    if fit_noise and problem.noise_std is None:
+    if fit_noise and problem.likelihood.noise_std is None:
         raise ValueError(f"{name}: fit_noise=True is for regressions: this likelihood has no noise_std. Leave it out")
     if not isinstance(problem.prior, Gaussian):
         return

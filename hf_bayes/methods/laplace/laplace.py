@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -202,8 +202,9 @@ class LaplaceConfig(MethodConfig):
     def build(self, problem: Problem) -> Rule[MAPState]:
         check_fits(problem, self.name, fit_prior=self.fit_prior, fit_noise=self.fit_noise)
         # at once, since the pass comes only after all updates
-        self.spec.check_size(sum(problem.sizes), problem.most_terms, problem.root_columns)
-        self.spec.check_likelihood(problem.lacks)
+        self.spec.check_size(sum(problem.sizes), problem.likelihood)
+        self.spec.check_likelihood(problem.likelihood.lacks)
+        fit = _Fit(self, problem)
 
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
             return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)
@@ -216,116 +217,123 @@ class LaplaceConfig(MethodConfig):
             return Draws.from_chains(draws[:, -1:])
 
         def final_pass(state: MAPState, draws: Tensor, passes: DataPasses) -> FinalPassResult:
-            return self.final_pass(draws[:, -1], passes, problem)
+            return fit.final_pass(draws[:, -1], passes)
 
         return Rule(begin, locate_at_theta, update, finish, final_pass, fits_given_points=True)
 
-    def final_pass(self, theta: Tensor, passes: DataPasses, problem: Problem) -> FinalPassResult:
-        """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""
-        found = self.around(theta, passes, problem)
-        fallbacks = found.report["laplace"][0].get("diagonal", {})  # the same tensors in all chains
-        # without a structure the diagonal is as good as asked for
-        if self.structure and (words := diagonal_warning(fallbacks, self.structure, problem.shapes)):
-            warnings.warn(words)
-        return found
 
-    def around(self, theta: Tensor, passes: DataPasses, problem: Problem) -> FinalPassResult:
-        """Return the mixture of Gaussians around the rows of ``theta`` [M, d], without the warnings of ``final_pass``.
+class _Fit(NamedTuple):
+    """The fit of Gaussians to a run's last points.
+
+    Attributes:
+        config: the method.
+        problem: the data, likelihood and prior.
+    """
+
+    config: LaplaceConfig
+    problem: Problem
+
+    def final_pass(self, theta: Tensor, passes: DataPasses) -> FinalPassResult:
+        """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors.
 
         Raises:
             ValueError: for a prior or noise that cannot be fitted, or if H + tau is not positive definite.
         """
-        check_fits(problem, self.name, fit_prior=self.fit_prior, fit_noise=self.fit_noise)
-        spec = self.spec.exact_if_cheap(problem.most_terms, problem.root_columns, problem.lacks)
-        results: list[PassResult] = [passes.curvature(row, spec, gradient=self.check_gradient) for row in theta]
+        config = self.config
+        spec = config.spec.exact_if_cheap(self.problem.likelihood)
+        results: list[PassResult] = [passes.curvature(row, spec, gradient=config.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}
-        if self.fit_noise:
-            assert problem.noise_std is not None
-            assert problem.root_columns is not None  # one column for each number of a label
-
-            def expand(number: int, one: PassResult) -> tuple[Expansion, Tensor]:
-                expansion, precision = self.expand(theta[number], one, problem)
-                return expansion, precision.diagonal
-
-            results, noise_std = with_fitted_noise(
-                results,
-                expand,
-                noise_std=problem.noise_std,
-                count=problem.num_data * problem.root_columns,
-            )
-        if self.fit_prior == "heldout":
-            fitted, more["heldout_nll"] = self._by_heldout(theta, results, passes, problem)
+        if config.fit_noise:
+            results, noise_std = self._with_noise(theta, results)
+        if config.fit_prior == "heldout":
+            fitted, more["heldout_nll"] = self._by_heldout(theta, results, passes)
         covariances, notes = [], []
         for row, found in zip(theta, results, strict=True):
-            covariance, note = self._around(row, found, problem, fitted)
+            covariance, note = self._around(row, found, fitted)
             covariances.append(covariance)
             notes.append(note | more)
+        # without a structure the diagonal is as good as asked for; its tensors are the same in all chains
+        fallbacks = notes[0].get("diagonal", {})
+        if config.structure and (words := diagonal_warning(fallbacks, config.structure, self.problem.shapes)):
+            warnings.warn(words)
         return FinalPassResult(Gaussian(theta, tuple(covariances)), {"laplace": notes}, noise_std)
 
+    def _with_noise(self, theta: Tensor, results: Sequence[PassResult]) -> tuple[list[PassResult], float]:
+        """Return the results under the noise of a regression that maximises the evidence, and this noise."""
+        likelihood = self.problem.likelihood
+        assert likelihood.noise_std is not None
+        assert likelihood.root_columns is not None  # one column for each number of a label
+
+        def expand(number: int, one: PassResult) -> tuple[Expansion, Tensor]:
+            expansion, precision = self._expand(theta[number], one)
+            return expansion, precision.diagonal
+
+        count = self.problem.num_data * likelihood.root_columns
+        return with_fitted_noise(results, expand, noise_std=likelihood.noise_std, count=count)
+
     def _by_heldout(
-        self, theta: Tensor, results: Sequence[PassResult], passes: DataPasses, problem: Problem
+        self, theta: Tensor, results: Sequence[PassResult], passes: DataPasses
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the prior precision [d], and a report."""
+        config, problem = self
         _, given = prior_moments(problem.prior, theta[0])
-        index = groups(self.prior_scope, _layout(problem))
-        if self.prior_scope == "model" and self.prior_std_by_expression is not None:
-            index = groups_by_expression(list(self.prior_std_by_expression), problem.shapes)
+        index = groups(config.prior_scope, _layout(problem))
+        if config.prior_scope == "model" and config.prior_std_by_expression is not None:
+            index = groups_by_expression(list(config.prior_std_by_expression), problem.shapes)
 
         def deviations(number: int, precision: Tensor, noise: Tensor) -> Tensor:
             curvature = results[number].curvature
-            return temper_draws(curvature, precision, noise, temperature=self.temperature, what=self.temper)
+            return temper_draws(curvature, precision, noise, temperature=config.temperature, what=config.temper)
 
         def score(theta: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
             return passes.heldout(theta, part, gradient=gradient)
 
-        split = self.requirements.heldout == "split"
+        split = config.requirements.heldout == "split"
         return fit_by_heldout(theta, given.diagonal, index, deviations, score, split=split, seed=problem.seed)
 
     @property
     def _power(self) -> float:
         """The exponent of the likelihood."""
-        return 1 / self.temperature if self.temper == "likelihood" else 1.0
+        return 1 / self.config.temperature if self.config.temper == "likelihood" else 1.0
 
     def _gradient(self, found: PassResult) -> GradientEstimate | None:
         """Return the gradient of the tempered log-likelihood."""
         return None if found.gradient is None else found.gradient.scaled(self._power)
 
-    def expand(self, theta: Tensor, found: PassResult, problem: Problem) -> tuple[Expansion, PriorPrecision]:
+    def _expand(self, theta: Tensor, found: PassResult) -> tuple[Expansion, PriorPrecision]:
         """Return the log posterior around ``theta`` [d] and the prior's precision; ``found`` is the pass's result."""
-        mean, precision = prior_moments(problem.prior, theta)
+        mean, precision = prior_moments(self.problem.prior, theta)
         expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
-        if self.fit_prior == "evidence":
+        if self.config.fit_prior == "evidence":
             with gradient_norm_in_errors(self._gradient(found), precision.grad_log_prior(expansion.offset)):
-                fitted = maximise(expansion, precision.diagonal, self.prior_scope, _layout(problem))
+                fitted = maximise(expansion, precision.diagonal, self.config.prior_scope, _layout(self.problem))
             precision = ElementwisePrecision(fitted)
         return expansion, precision
 
-    def _around(
-        self, theta: Tensor, found: PassResult, problem: Problem, fitted: Tensor | None
-    ) -> tuple[Covariance, dict[str, Any]]:
+    def _around(self, theta: Tensor, found: PassResult, fitted: Tensor | None) -> tuple[Covariance, dict[str, Any]]:
         """Return the covariance around one row [d] and its report; ``fitted`` is the precision from held-out rows."""
-        expansion, precision = self.expand(theta, found, problem)
+        config = self.config
+        expansion, precision = self._expand(theta, found)
         precision = precision if fitted is None else ElementwisePrecision(fitted)
         note: dict[str, Any] = {"log_lik": found.log_lik}
-        if self.fit_prior is not None:
-            note["prior_precision"] = summary(precision.diagonal, self.prior_scope, problem.sizes)
-        curvature = found.curvature.scaled(self.strength)
+        if config.fit_prior is not None:
+            note["prior_precision"] = summary(precision.diagonal, config.prior_scope, self.problem.sizes)
+        curvature = found.curvature.scaled(config.strength)
         gradient, prior_gradient = self._gradient(found), precision.grad_log_prior(expansion.offset)
         with gradient_norm_in_errors(gradient, prior_gradient):
-            covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
-        untempered = 1.0 if self.temper == "likelihood" else self.temperature
+            covariance = temper(curvature, precision, temperature=config.temperature, what=config.temper)
+        untempered = 1.0 if config.temper == "likelihood" else config.temperature
         evidence = precision.log_evidence(expansion, covariance, untempered)
-        if self.strength == 1 and bool(
-            evidence.isfinite()
-        ):  # a flat prior has no evidence, nor do data that count twice
+        # a flat prior has no evidence, nor do data that count twice
+        if config.strength == 1 and bool(evidence.isfinite()):
             note["log_evidence"] = float(evidence)
         if gradient is not None:
             note |= how_far(gradient, prior_gradient, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
-        if self.max_rank is not None:
+        if config.max_rank is not None:
             assert isinstance(covariance, LowRank)
-            covariance = covariance.truncated(self.max_rank)
+            covariance = covariance.truncated(config.max_rank)
         return covariance, note
 
 

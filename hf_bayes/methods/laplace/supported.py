@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.likelihood_facts import UNKNOWN, LikelihoodFacts
 from hf_bayes.core.requirements import EnergyLimits
 from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, FullSum, Layer, LowRankSum
 from hf_bayes.methods.laplace.estimators import ESTIMATORS, Estimator, build_estimator
@@ -140,14 +141,12 @@ class CurvatureSpec:
             return replace(self, structure="kronecker")
         return replace(self, structure=default_structure(shapes, MAX_FACTORS, self.max_factor))
 
-    def check_size(self, dim: int, most_terms: int | None, root_columns: int | None) -> None:
+    def check_size(self, dim: int, likelihood: LikelihoodFacts = UNKNOWN) -> None:
         """Check that the curvature does not take too much time or memory.
 
         Args:
             dim: d.
-            most_terms: the largest number of likelihood terms in one row; None if they were not counted.
-            root_columns: number of columns of a root of a term's Fisher information (``Likelihood.num_root_columns``),
-                or None.
+            likelihood: what is known about the likelihood.
         Raises:
             ValueError: if it would; the message names the limit.
         """
@@ -161,32 +160,24 @@ class CurvatureSpec:
                 f"structure='full' holds a matrix of {dim} x {dim}; the limit is {MAX_FULL}: choose a smaller "
                 "subspace, or structure 'kronecker', 'low_rank' or 'diagonal'"
             )
-        if self.estimator != "ggn" or self.num_samples is not None or most_terms is None or root_columns is None:
-            return
-        if most_terms * root_columns > MAX_VJPS:
+        vjps = likelihood.exact_vjps
+        if self.estimator == "ggn" and self.num_samples is None and vjps is not None and vjps > MAX_VJPS:
             raise ValueError(
-                f"the exact GGN needs {root_columns} backward passes for each of {most_terms} terms of a row, "
-                f"{most_terms * root_columns} > {MAX_VJPS}: set num_samples=1, which draws labels from the model"
+                f"the exact GGN needs {likelihood.root_columns} backward passes for each of {likelihood.most_terms} "
+                f"terms of a row, {vjps} > {MAX_VJPS}: set num_samples=1, which draws labels from the model"
             )
 
-    def exact_if_cheap(
-        self, most_terms: int | None, root_columns: int | None, lacks: frozenset[str] = frozenset()
-    ) -> CurvatureSpec:
+    def exact_if_cheap(self, likelihood: LikelihoodFacts) -> CurvatureSpec:
         """Return the exact GGN where it takes few more backward passes than a sampled one; else this combination.
 
         It takes no more for a row with one term of one output: a number, one of two classes, a preference. For a full
         matrix, ``CHEAP_VJPS`` passes are few.
-
-        Args:
-            most_terms, root_columns: as for ``check_size``.
-            lacks: as for ``check_likelihood``.
         """
-        if self.estimator != "ggn" or self.num_samples is None or "fisher" in lacks:
+        if self.estimator != "ggn" or self.num_samples is None or "fisher" in likelihood.lacks:
             return self
         most = max(self.num_samples, CHEAP_VJPS) if self.structure == "full" else self.num_samples
-        if most_terms is None or root_columns is None or most_terms * root_columns > most:
-            return self
-        return replace(self, num_samples=None)
+        vjps = likelihood.exact_vjps
+        return self if vjps is None or vjps > most else replace(self, num_samples=None)
 
     @property
     def on_energy(self) -> EnergyLimits:

@@ -313,7 +313,7 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
         )
     roots = ROOTS[structure](shapes)
     share = 1.0 if problem.update_fraction is None else PASS_SHARE * problem.num_steps * problem.update_fraction
-    estimator = drawn_or_empirical(problem.lacks)
+    estimator = drawn_or_empirical(problem.likelihood.lacks)
     return roots, CurvatureSpec(estimator=estimator, structure=structure, share=min(1.0, share))
 
 

@@ -15,7 +15,7 @@ from hf_bayes.models.refusals import compiling_blocks
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.training.arguments import PRECISIONS, BayesianTrainingArguments
 from hf_bayes.training.checks.host_trainers import OTHER_LOSS, has_config, host_config, refuse_loss_settings
-from hf_bayes.training.checks.rows import require_rows
+from hf_bayes.training.checks.rows import require_training_rows
 
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -121,7 +121,7 @@ def refuse_arguments(args: BayesianTrainingArguments, method: MethodConfig, mode
             f"method that does ({able}), or give every process all rows"
         )
     if kwargs.get("train_dataset") is not None:
-        require_rows(kwargs["train_dataset"], args, method)
+        require_training_rows(kwargs["train_dataset"], args, method)
     for name, advice in _REFUSED_OBJECTS.items():
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: {advice}")

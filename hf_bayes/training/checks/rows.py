@@ -26,7 +26,7 @@ _SHARED = (
 """Arguments that must be equal in all processes with private rows, because each was launched separately."""
 
 
-def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:
+def require_training_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:
     """Require a map-style data set (with ``__len__`` and ``__getitem__``) or a stream that all chains share."""
     require_dataset(dataset, "train_dataset")
     if is_stream(dataset):

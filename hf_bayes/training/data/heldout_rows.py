@@ -11,6 +11,7 @@ from tqdm import tqdm
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.data_access import row_batches
 from hf_bayes.objectives.data_rows import in_words, is_stream
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.posteriors.tasks import TASKS
@@ -80,11 +81,10 @@ class HeldOutData:
         return count_terms_of(model, dataset, collate, name="eval_dataset", both_halves=both_halves).total
 
     def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield these rows, in this order, in batches."""
+        """Return these rows, in this order, in batches."""
         dataset, collate = self._host.without_unused(self.rows, "evaluation")
         size = self._host.args.per_device_eval_batch_size
-        for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
-            yield self._host.prepare(batch)
+        return row_batches(dataset, rows, collate=collate, batch_size=size, prepare=self._host.prepare)
 
     def describe(self) -> dict[str, Any]:
         """Return the identity of these rows for a checkpoint."""

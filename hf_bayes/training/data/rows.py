@@ -17,11 +17,12 @@ from hf_bayes.methods.registry import with_batch_posterior
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.language.packing import first_documents, is_flattened, refuse_mixed_documents
 from hf_bayes.objectives.batches import PAD_ROWS, ChainBatches, FullPasses
+from hf_bayes.objectives.data_access import row_batches
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.private_rows import PrivateRows
-from hf_bayes.training.checks.rows import meet, refuse_other_rows, require_batches, require_rows
+from hf_bayes.training.checks.rows import meet, refuse_other_rows, require_batches, require_training_rows
 from hf_bayes.training.data.fingerprint import describe_rows, fingerprint_rows
 from hf_bayes.training.data.streams import Stream
 from hf_bayes.training.trainer_host import TrainerHost
@@ -61,12 +62,12 @@ class TrainingRows:
         self.most_terms: int | None = None
         self.private: PrivateRows | None = None
         self.run_number = self.num_runs = 0
-        require_rows(dataset, args, method)
+        require_training_rows(dataset, args, method)
         own = args.private_rows
         require_batches(method, args.gradient_accumulation_steps * (1 if own else mesh.data_size))
         if is_stream(dataset):
             self.stream = Stream(host, model, mesh)
-            assert args.num_data is not None  # require_rows
+            assert args.num_data is not None  # require_training_rows
             self.num_data = float(args.num_data)
             return
         self._count(own)
@@ -231,11 +232,10 @@ class TrainingRows:
                 yield update
 
     def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield these rows of the training data, in this order, in batches of its size."""
+        """Return these rows of the training data, in this order, in batches of its size."""
         dataset, collate = self.data()
         size = self.host.args.per_device_train_batch_size
-        for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
-            yield self.host.prepare(batch)
+        return row_batches(dataset, rows, collate=collate, batch_size=size, prepare=self.host.prepare)
 
     def first(self) -> dict[str, Any]:
         """Return a micro-batch that is the same in every process."""

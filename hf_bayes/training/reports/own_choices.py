@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_bayes.chains.run import StepRecord
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import FinalPassResult, Problem
-from hf_bayes.objectives.own_settings import Settings
+from hf_bayes.objectives.model_settings import Settings
 from hf_bayes.training.trainer_host import TrainerHost
 
 MAX_DEPARTURE = 1.1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_bayes.core.likelihood_facts import LikelihoodFacts
 from hf_bayes.core.types import Problem
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
@@ -12,7 +13,7 @@ POSTERIOR = Gaussian.diagonal(torch.zeros(1, 2), torch.ones(1, 2))
 
 
 def problem(prior: FlatPrior | GaussianPrior | Gaussian, noise_std: float | None = 1.0) -> Problem:
-    return Problem(1.0, prior, 0.1, 1, 0, {"w": (2,)}, noise_std=noise_std)
+    return Problem(1.0, prior, 0.1, 1, 0, {"w": (2,)}, likelihood=LikelihoodFacts(noise_std=noise_std))
 
 
 @pytest.mark.parametrize(

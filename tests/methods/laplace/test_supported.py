@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_bayes.core.likelihood_facts import LikelihoodFacts
 from hf_bayes.methods.laplace.estimators import ESTIMATORS
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec, table
 from tests.methods.laplace.brute_force import Problem
@@ -83,7 +84,7 @@ def test_what_is_too_large_is_refused_before_the_pass(
 def test_a_ggn_is_exact_where_that_takes_few_more_passes(
     spec: CurvatureSpec, most_terms: int | None, root_columns: int | None, lacks: list[str], exact: bool
 ) -> None:
-    found = spec.exact_if_cheap(most_terms, root_columns, frozenset(lacks))
+    found = spec.exact_if_cheap(LikelihoodFacts(most_terms, root_columns, lacks=frozenset(lacks)))
     assert found == (replace(spec, num_samples=None) if exact else spec)
 
 

@@ -19,7 +19,7 @@ from hf_bayes.training.checks.rows import (
     refuse_other_weights,
     require_batches,
     require_heldout,
-    require_rows,
+    require_training_rows,
 )
 from tests import runs
 
@@ -29,11 +29,11 @@ HELDOUT = LaplaceConfig(fit_prior="heldout")
 def test_a_stream_names_every_setting_that_it_needs(tmp_path: Path) -> None:
     stream = (row for row in runs.token_rows(2))
     fine = runs.arguments(tmp_path, num_data=7, minibatch="shared")
-    require_rows(stream, fine, SGHMCConfig())
+    require_training_rows(stream, fine, SGHMCConfig())
     with pytest.raises(ValueError, match=r"\(generator\) has no length: pass num_data=.*; set max_steps.*; set minib"):
-        require_rows(stream, runs.arguments(tmp_path, max_steps=-1), SGHMCConfig())
+        require_training_rows(stream, runs.arguments(tmp_path, max_steps=-1), SGHMCConfig())
     with pytest.raises(ValueError, match="has no length: hmc needs all rows in every move: materialise it"):
-        require_rows(stream, fine, HMCConfig())
+        require_training_rows(stream, fine, HMCConfig())
 
 
 @pytest.mark.parametrize(

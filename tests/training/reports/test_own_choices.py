@@ -24,7 +24,7 @@ from hf_bayes.methods.sgmcmc.agps import AGPSConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
-from hf_bayes.objectives import own_settings, starting
+from hf_bayes.objectives import range_test, starting
 from hf_bayes.objectives.range_test import TrialPlan, trial_around
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
@@ -43,7 +43,7 @@ def trainer(directory: Path, method: Any, **changes: Any) -> Any:
 @pytest.fixture
 def always_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of eight updates, however short the run is."""
-    monkeypatch.setattr(own_settings, "plan_trial", lambda gradients: PLAN)
+    monkeypatch.setattr(range_test, "plan_trial", lambda gradients: PLAN)
 
 
 def test_no_learning_rate_is_the_default(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_rate_that_overflows_the_model_only_loses(tmp_path: Path, monkeypatch:
     found = []
     for other in (3e-3, 1e30):
         plan = TrialPlan((1e-3, other), 1e-3, 8)
-        monkeypatch.setattr(own_settings, "plan_trial", lambda gradients, plan=plan: plan)
+        monkeypatch.setattr(range_test, "plan_trial", lambda gradients, plan=plan: plan)
         run = trainer(tmp_path, MAPConfig(prior_std=0.1))
         run.train()
         found.append(run.active.settings.trial)
@@ -97,7 +97,7 @@ def test_a_rate_that_overflows_the_model_only_loses(tmp_path: Path, monkeypatch:
 
 
 def test_a_trial_without_a_finite_rate_ends_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_settings, "plan_trial", lambda gradients: TrialPlan((1e30, 1e32), 1e30, 8))
+    monkeypatch.setattr(range_test, "plan_trial", lambda gradients: TrialPlan((1e30, 1e32), 1e30, 8))
     with pytest.raises(FloatingPointError, match=r"at every learning rate .* in step 2\. No learning rate was given"):
         trainer(tmp_path, MAPConfig(prior_std=0.1)).train()
 

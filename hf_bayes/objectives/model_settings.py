@@ -1,18 +1,20 @@
-"""The settings of a run that has no learning rate: the method's own, and a rate for AdamW from a trial."""
+"""The settings of a run on a model without a learning rate: the method's own, and a rate of AdamW from a trial.
+
+``chains.own_settings`` lists the steps; ``chains.energy_settings`` has the same for ``sample``.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from hf_bayes.chains.own_settings import choose_settings, with_stated_warm_start
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import burn_in_steps
-from hf_bayes.objectives.range_test import RangeTest, TrialPlan, plan_trial
+from hf_bayes.objectives.range_test import RangeTest
 
-TryRates = Callable[[TrialPlan, int], RangeTest]
-"""(plan, updates of AdamW in the run) -> the result of a trial."""
+TryRates = Callable[[int], RangeTest]
+"""updates of AdamW in the run -> the result of a trial."""
 
 
 class Settings(NamedTuple):
@@ -33,7 +35,7 @@ class Settings(NamedTuple):
     trial: RangeTest | None = None
 
 
-def settle(
+def settle_model(
     method: MethodConfig,
     learning_rate: float | None,
     num_steps: int,
@@ -61,15 +63,10 @@ def settle(
         return Settings(chosen.method, chosen.learning_rate)
     result = None
     if found is None:
-        result = _require_trial(trial, method)(_plan_of(method, num_steps), chosen.adamw_steps)
+        result = _require_trial(trial, method)(chosen.adamw_steps)
         found = result.learning_rate
     chosen = chosen.with_found(found)
     return Settings(chosen.method, chosen.learning_rate, found, result)
-
-
-def _plan_of(method: MethodConfig, num_steps: int) -> TrialPlan:
-    """Return the plan of a trial that a run of this method can pay for."""
-    return plan_trial(math.ceil(num_steps * method.requirements.gradients_per_update) * method.num_chains)
 
 
 def _require_trial(trial: TryRates | None, method: MethodConfig) -> TryRates:
