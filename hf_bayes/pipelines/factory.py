@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import (
@@ -32,7 +32,7 @@ from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.image_text_to_text import BayesianImageTextToTextPipeline
 from hf_bayes.pipelines.text_generation import BayesianTextGenerationPipeline
 from hf_bayes.pipelines.token_classification import BayesianTokenClassificationPipeline
-from hf_bayes.posteriors.hub import DOWNLOAD, is_place
+from hf_bayes.posteriors.hub import LOCATION, Location, download_of, is_place
 from hf_bayes.posteriors.posterior import Posterior
 
 _PIPELINES: tuple[type[BayesianPipeline], ...] = (
@@ -66,12 +66,6 @@ def pipeline(
     feature_extractor: Any = None,
     processor: Any = None,
     members: int | None = None,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    force_download: bool = False,
-    local_files_only: bool = False,
     dtype: torch.dtype | str | None = None,
     device: int | str | torch.device | None = None,
     device_map: Any = None,
@@ -91,18 +85,17 @@ def pipeline(
         model: a posterior directory, a repository of the Hub, or a Bayesian model.
         tokenizer: a tokenizer or its place; None takes the posterior's tokenizer.
         image_processor, feature_extractor, processor: the same for images, for audio, and for images with text.
-        members, revision, subfolder, token, cache_dir, force_download, local_files_only, dtype, device_map,
-            trust_remote_code, base_model, check_base, prediction, calibrated: for loading, as in
-            ``BayesianModelForCausalLM.from_pretrained``.
+        members, dtype, device_map, trust_remote_code, base_model, check_base, prediction, calibrated: for loading, as
+            in ``BayesianModelForCausalLM.from_pretrained``.
         device: as in transformers: None takes the first accelerator if there is one.
         dtype: also by its former name in transformers, ``torch_dtype``.
-        kwargs: ``batch_size`` of the pipeline, or any argument of a call.
+        kwargs: revision, subfolder, token, cache_dir, force_download and local_files_only, for loading in the same way;
+            ``batch_size`` of the pipeline, or any argument of a call.
     Raises:
         ValueError: for an unknown task, a model of another kind, a tokenizer that is not the posterior's, a misspelt
             argument for loading, or two dtypes.
     """
-    location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
-                                "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
+    location = cast(Location, {name: kwargs.pop(name) for name in LOCATION if name in kwargs})
     loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map, "prediction": prediction,
                                "base_model": base_model, "check_base": check_base,
                                "calibrated": calibrated}  # fmt: skip
@@ -114,7 +107,7 @@ def pipeline(
     if is_place(model):
         found = _from_posterior(task, model, readers, location, loading, trust_remote_code)
     else:
-        _refuse_loading(location | loading)
+        _refuse_loading({**location, **loading})
         found = _from_model(task, model, readers, trust_remote_code)
     kwargs |= {found.kind.reads: found.reader} | ({} if device is None else {"device": device})
     return found.kind(model=found.model, task=found.kind.task_name, **kwargs)
@@ -132,7 +125,7 @@ def _from_posterior(
     task: str | None,
     place: str | os.PathLike[str],
     readers: dict[str, Any],
-    location: dict[str, Any],
+    location: Location,
     loading: dict[str, Any],
     trust_remote_code: bool,
 ) -> _Parts:
@@ -144,7 +137,7 @@ def _from_posterior(
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code, "base_model": loading["base_model"]}
     if reader is None:
         reader = load(place, posterior=posterior, **remote, **location)
-    download = {name: location[name] for name in DOWNLOAD}
+    download = download_of(location)
     model = kind.model_class.from_pretrained(posterior, trust_remote_code=trust_remote_code, **download, **loading)
     return _checked(kind, model, reader, {"trust_remote_code": trust_remote_code, **download})
 

@@ -13,6 +13,7 @@ from huggingface_hub import SpaceCardData
 
 from hf_bayes.posteriors.compat import is_repo_id
 from hf_bayes.posteriors.config import library_versions
+from hf_bayes.posteriors.storage import check_new
 
 _APP = Path(__file__).parent / "templates" / "space_app.py.jinja"
 _REQUIREMENTS = "hf-bayes[demo]=={version}\n"
@@ -52,8 +53,7 @@ def write_space(
         "README.md": f"---\n{data}\n---\n\n{text}",
     }
     root = Path(directory)
-    if root.exists() and any(root.iterdir()):
-        raise ValueError(f"{root} is not empty: choose a new directory")
+    check_new(root)
     root.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (root / name).write_text(content, encoding="utf-8")

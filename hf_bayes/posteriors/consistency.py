@@ -29,8 +29,8 @@ def with_chains(config: PosteriorConfig, chains: list[int]) -> PosteriorConfig:
     return config
 
 
-def check_rows(rows: Tensor, layout: Layout) -> None:
-    """Check that the rows of theta fit the parameters, are float32 or float64, and are finite.
+def check_theta(rows: Tensor, layout: Layout) -> None:
+    """Check that rows of theta fit the parameters, are float32 or float64, and are finite.
 
     Raises:
         ValueError: naming the parameter that is not finite, or what was expected.

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard, Unpack, cast
 
 import huggingface_hub
 from huggingface_hub import CommitInfo, HfApi
@@ -25,8 +25,6 @@ from hf_bayes.posteriors.file_formats import ADAPTER, ADAPTER_CONFIG, CHECKPOINT
 from hf_bayes.posteriors.student import STUDENT
 
 CARD = "README.md"
-DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
-"""The options of a download. They hold for a posterior and for its base model."""
 FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
 """Patterns of the files of a posterior."""
 _BESIDE = (PICTURE, EVALUATION, f"{BENCHMARKS}/*.yaml")
@@ -37,29 +35,53 @@ member left there would make the posterior unreadable. A chat template left ther
 posterior, and figures left there would be shown beside it."""
 
 
-def fetch(
-    source: str | os.PathLike[str],
-    *,
-    patterns: Sequence[str],
-    revision: str | None = None,
-    subfolder: str | None = None,
-    **download: Any,
-) -> Path:
+class Download(TypedDict, total=False):
+    """The settings of a download, as in transformers. They hold for a posterior and for its base model."""
+
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
+    force_download: bool
+    local_files_only: bool
+
+
+class Location(Download, total=False):
+    """The place of a posterior in its directory or repository, and the settings of the download.
+
+    Attributes:
+        revision: branch, tag or commit of the repository.
+        subfolder: the folder of the posterior in the directory or repository.
+    """
+
+    revision: str | None
+    subfolder: str | None
+
+
+LOCATION = tuple(Location.__annotations__)
+
+
+def download_of(location: Location) -> Download:
+    """Return the settings of the download alone, which loading the base model takes, too."""
+    return cast(Download, {name: value for name, value in location.items() if name in Download.__annotations__})
+
+
+def fetch(source: str | os.PathLike[str], *, patterns: Sequence[str], **location: Unpack[Location]) -> Path:
     """Return a local directory: ``source`` itself, or the downloaded repository of that id.
 
     Args:
         source: a directory or a repository id.
         patterns: the files to download. A directory is used unchanged.
-        revision: branch, tag or commit of a repository.
-        subfolder: a folder inside the directory or repository.
-        download: options named in ``DOWNLOAD``, passed to ``huggingface_hub.snapshot_download``.
+        location: the place of the posterior and the settings of the download.
     Raises:
+        TypeError: for an unknown setting.
         OSError: if there is neither a directory nor a repository.
         ValueError: if ``source`` is no text or path, or ``subfolder`` leads out of the directory.
     """
     if not is_place(source):
         advice = ": give its .posterior" if hasattr(type(source), "posterior") else ""  # a trainer without a run raises
         raise ValueError(f"expected a directory or a repository id, got {type(source).__name__}{advice}")
+    if unknown := [name for name in location if name not in LOCATION]:
+        raise TypeError(f"a posterior's place has no {', '.join(unknown)}: it takes {', '.join(LOCATION)}")
+    subfolder, revision, download = location.get("subfolder"), location.get("revision"), download_of(location)
     parts = Path(subfolder or "").parts
     if os.path.isabs(subfolder or "") or ".." in parts:
         raise ValueError(f"subfolder must be a relative path inside {source}, got {subfolder!r}")

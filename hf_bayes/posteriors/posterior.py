@@ -30,7 +30,7 @@ from hf_bayes.posteriors.consistency import (
     check_adapter_keys,
     check_distinct_chains,
     check_kind,
-    check_rows,
+    check_theta,
     with_chains,
 )
 from hf_bayes.posteriors.directory import (
@@ -93,7 +93,7 @@ class Posterior:
         if self.approximation.num_stored:
             object.__setattr__(self, "config", with_chains(self.config, self.approximation.chains))
         check_kind(self.approximation, self.config)
-        check_rows(self.approximation.rows, self.layout)
+        check_theta(self.approximation.rows, self.layout)
         if self.approximation.num_stored:
             check_distinct_chains(self.approximation.rows, self.config.member_chains)
         if self.trace is not None:
@@ -189,38 +189,18 @@ class Posterior:
 
     @classmethod
     @readable_errors()
-    def from_pretrained(
-        cls,
-        directory_or_repo: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        subfolder: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
-    ) -> Posterior:
+    def from_pretrained(cls, directory_or_repo: str | os.PathLike[str], **location: Unpack[hub.Location]) -> Posterior:
         """Read and verify a directory or a repository of the Hub. Warn if the run did not converge.
 
         Args:
             directory_or_repo: a directory is read where it is, a repository is downloaded.
-            revision: branch, tag or commit of a repository.
-            subfolder: the folder of the posterior inside the directory or repository.
-            token, cache_dir, force_download, local_files_only: as in transformers.
+            location: revision (branch, tag or commit of the repository) and subfolder (the folder of the posterior);
+                token, cache_dir, force_download and local_files_only as in transformers.
         Raises:
             OSError: if there is no posterior.
             ValueError: if it is damaged, naming the file.
         """
-        directory = hub.fetch(
-            directory_or_repo,
-            patterns=hub.FILES,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            cache_dir=cache_dir,
-            force_download=force_download,
-            local_files_only=local_files_only,
-        )
+        directory = hub.fetch(directory_or_repo, patterns=hub.FILES, **location)
         _refuse_plain_adapter(directory)
         files = storage.read_directory(directory, format=POSTERIOR, raw=is_sidecar, expected=expected_shapes)
         try:

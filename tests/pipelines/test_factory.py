@@ -167,7 +167,7 @@ def test_a_tokenizer_is_downloaded_as_its_posterior_is(posterior: Path, monkeypa
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     settings: dict[str, Any] = {"token": "mine", "cache_dir": str(posterior.parent), "local_files_only": True}
     assert pipeline(model=posterior, tokenizer="org/private", **settings)
-    assert given == {"place": "org/private", "trust_remote_code": False, "force_download": False, **settings}
+    assert given == {"place": "org/private", "trust_remote_code": False, **settings}
 
 
 def test_another_tokenizer_is_refused(posterior: Path) -> None:

@@ -9,7 +9,7 @@ from huggingface_hub.utils import _validators
 
 from hf_bayes.core.compat import PrivateName
 from hf_bayes.posteriors import compat
-from hf_bayes.posteriors.hub import DOWNLOAD
+from hf_bayes.posteriors.hub import Download
 from tests.host_names import fault_of, label
 
 
@@ -29,7 +29,10 @@ def test_the_hub_decides_what_a_repository_id_is(name: str, is_id: bool) -> None
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        (huggingface_hub.snapshot_download, {*DOWNLOAD, "repo_id", "allow_patterns", "ignore_patterns", "revision"}),
+        (
+            huggingface_hub.snapshot_download,
+            {*Download.__annotations__, "repo_id", "allow_patterns", "ignore_patterns", "revision"},
+        ),
         (HfApi.create_repo, {"repo_id", "private", "exist_ok"}),
         (HfApi.create_branch, {"repo_id", "branch", "exist_ok"}),
         (

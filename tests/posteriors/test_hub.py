@@ -333,6 +333,12 @@ def test_a_download_fetches_only_posterior_files_of_one_revision(tmp_path: Path)
     assert list(filter_repo_objects(kept + left, **patterns)) == kept
 
 
+def test_a_misspelt_setting_of_the_place_is_named(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"revison": "v2"}
+    with pytest.raises(TypeError, match=r"place has no revison: it takes token, .*revision, subfolder"):
+        Posterior.from_pretrained(tmp_path, **settings)
+
+
 def test_repository_that_the_hub_does_not_give_is_named() -> None:
     with pytest.raises(
         FileNotFoundError, match=r"user/no-such-posterior is not a directory here, and the download from the Hub failed"

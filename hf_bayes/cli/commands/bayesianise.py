@@ -21,7 +21,7 @@ from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.input_check import context_of
 from hf_bayes.models.loading.posterior import load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.posteriors.storage import check_writable
+from hf_bayes.posteriors.storage import check_writable, replaces
 
 
 @dataclass
@@ -97,11 +97,11 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
 
 
 def _check_output(args: BayesianiseArguments) -> None:
-    """Check that the posterior can be saved, and that the save would not replace the posterior that is read."""
-    if os.path.isdir(args.adapter) and os.path.realpath(args.adapter) == os.path.realpath(args.output_dir):
+    """Check that the posterior can be saved, and that the save would not replace the adapter that is read."""
+    if os.path.isdir(args.adapter) and replaces(args.output_dir, args.adapter):
         raise ValueError(
-            f"--output_dir {args.output_dir} is the folder of the adapter: saving there would replace it by the new "
-            "posterior. Name another folder"
+            f"--output_dir {args.output_dir}: a save there would replace {args.adapter}, of which the posterior is "
+            "made. Name another folder"
         )
     check_writable(args.output_dir)
 

@@ -46,7 +46,6 @@ from hf_bayes.models.loading.posterior import load_tokenizer
 from hf_bayes.posteriors.card_results import POSTERIOR
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.storage import check_folder
-from hf_bayes.uncertainty.custom.weighted import without_weights
 
 
 @dataclass
@@ -95,7 +94,7 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     sets = case.read(files, tokenizer, target, chosen)
     collate = case.collate(tokenizer, sets, chosen)
     model.to(PartialState().device)  # the device that training would use
-    model.likelihood = without_weights(model.likelihood)  # each test row counts once
+    model.count_rows_once()  # the files of an evaluation have no weights
     found, results = measure(model, sets, case, collate, batch_size=args.batch_size)
     write(found, results, case, Path(args.output_dir))
     console = Console(width=100)

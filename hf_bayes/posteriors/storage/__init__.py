@@ -26,7 +26,7 @@ Writing needs POSIX (rename over an open file, flock on a directory). Reading do
 from hf_bayes.posteriors.storage.formats import Content
 from hf_bayes.posteriors.storage.group import Alone, Group
 from hf_bayes.posteriors.storage.manifest import MANIFEST, POSTERIOR
-from hf_bayes.posteriors.storage.ownership import check_folder, check_writable
+from hf_bayes.posteriors.storage.ownership import check_folder, check_new, check_writable, replaces
 from hf_bayes.posteriors.storage.read import listed_files, read_bytes, read_directory, read_file
 from hf_bayes.posteriors.storage.recovery import recover
 from hf_bayes.posteriors.storage.seal import check_seal, seal, unseal
@@ -39,6 +39,7 @@ __all__ = [
     "Content",
     "Group",
     "check_folder",
+    "check_new",
     "check_seal",
     "check_writable",
     "listed_files",
@@ -47,6 +48,7 @@ __all__ = [
     "read_file",
     "recover",
     "replace_text",
+    "replaces",
     "seal",
     "unseal",
     "write_directory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +103,11 @@ def parse_manifest(data: bytes, root: Path) -> Manifest:
     return Manifest(values["format"], files, values["texts"], hashlib.sha256(data).hexdigest())
 
 
+def own_folders(listed: Iterable[str]) -> set[str]:
+    """Return the folders of which a reader of the directory takes every file for part of it."""
+    return {"members", *(name.split("/")[0] for name in listed if "/" in name)}
+
+
 def unlisted_files(root: Path, listed: Mapping[str, Any]) -> list[str]:
     """Return the files that a reader of adapters would take for part of the directory, but that are not ``listed``.
 
@@ -110,7 +115,7 @@ def unlisted_files(root: Path, listed: Mapping[str, Any]) -> list[str]:
     other files (checkpoints, logs, notes) belong to the user and are never read.
     """
     found = [path.name for path in root.glob("*.safetensors")]
-    for top in {"members", *(name.split("/")[0] for name in listed if "/" in name)}:
+    for top in own_folders(listed):
         if (root / top).is_symlink():
             found.append(top)
             continue

@@ -18,6 +18,7 @@ from hf_bayes.posteriors.storage.manifest import (
     PREFIX,
     Manifest,
     check_is_directory,
+    own_folders,
     parse_manifest,
     unlisted_files,
 )
@@ -59,9 +60,11 @@ def check_folder(directory: str | os.PathLike[str]) -> None:
 
     Raises:
         OSError: if the directory is a file or cannot be written to.
+        ValueError: if it lies in a saved directory, which would be unreadable with other files there.
     """
     root = base = Path(directory)
     check_is_directory(root)
+    _refuse_within_saved(root)
     while not base.exists():
         base = base.parent
     try:
@@ -74,17 +77,56 @@ def check_folder(directory: str | os.PathLike[str]) -> None:
         ) from error
 
 
+def check_new(directory: str | os.PathLike[str]) -> None:
+    """Check that a directory is new or empty. Nothing is changed.
+
+    Raises:
+        OSError: if it is a file.
+        ValueError: if it holds files, or lies in a saved directory, which would be unreadable with other files there.
+    """
+    root = Path(directory)
+    check_is_directory(root)
+    if root.exists() and (found := sorted(os.listdir(root))):
+        raise ValueError(f"{root} is not empty (holds {some(found)}): choose a new directory")
+    _refuse_within_saved(root)
+
+
+def replaces(directory: str | os.PathLike[str], source: str | os.PathLike[str]) -> bool:
+    """Return whether a save to ``directory`` would replace files of ``source``, a directory that it is made of."""
+    root, read = Path(os.path.realpath(directory)), Path(os.path.realpath(source))
+    manifest = _manifest(root)
+    saved = [] if manifest is None else [*manifest.files, *manifest.texts]
+    return root == read or (root in read.parents and any((root / name).is_relative_to(read) for name in saved))
+
+
+def _refuse_within_saved(directory: Path) -> None:
+    """Refuse a directory in a folder of a saved one, such as ``members``, whose files are all of the saved one."""
+    root = Path(os.path.realpath(directory))
+    for parent in root.parents:
+        manifest = _manifest(parent)
+        if manifest is not None and root.relative_to(parent).parts[0] in own_folders(manifest.files):
+            raise ValueError(
+                f"{directory} lies in a {manifest.format}, {parent}, which would be unreadable with other files "
+                "there: choose another directory"
+            )
+
+
+def _manifest(root: Path) -> Manifest | None:
+    """Return the manifest in ``root``; None if there is none or it is damaged."""
+    try:
+        return parse_manifest((root / MANIFEST).read_bytes(), root)
+    except (OSError, ValueError):
+        return None
+
+
 def own_manifest(root: Path, format: str) -> Manifest | None:
     """Return the manifest in ``root``. None if there is none or it is damaged: then no file counts as saved by us.
 
     Raises:
         ValueError: if the directory has another format.
     """
-    try:
-        manifest = parse_manifest((root / MANIFEST).read_bytes(), root)
-    except (OSError, ValueError):
-        return None
-    if manifest.format != format:
+    manifest = _manifest(root)
+    if manifest is not None and manifest.format != format:
         raise ValueError(f"{root} holds a {manifest.format}, not a {format}: choose another directory")
     return manifest
 

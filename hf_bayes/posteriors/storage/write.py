@@ -26,7 +26,7 @@ from hf_bayes.posteriors.storage.manifest import (
     check_is_directory,
     check_name,
 )
-from hf_bayes.posteriors.storage.ownership import destination, is_unedited, own_manifest, refuse_foreign
+from hf_bayes.posteriors.storage.ownership import check_new, destination, is_unedited, own_manifest, refuse_foreign
 from hf_bayes.posteriors.storage.recovery import OBSOLETE, install, recover_locked
 
 
@@ -202,13 +202,11 @@ def write_plain(directory: str | os.PathLike[str], files: Mapping[str, Content])
     """Write a new directory in one step, without a manifest: for readers without hf_bayes.
 
     Raises:
-        ValueError: if the directory exists and is not empty.
+        ValueError: as ``check_new``.
         OSError: if it cannot be written. No file is left then.
     """
     root = Path(directory)
-    check_is_directory(root)
-    if root.exists() and os.listdir(root):
-        raise ValueError(f"{root} is not empty (holds {some(sorted(os.listdir(root)))}): choose a new directory")
+    check_new(root)
     made = disk.make_directories(root.parent)
     staging = root.parent / f"{STAGING}{secrets.token_hex(8)}"
     try:

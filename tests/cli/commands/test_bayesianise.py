@@ -78,12 +78,17 @@ def test_the_posterior_that_is_read_is_not_overwritten(
     before = Posterior.from_pretrained(tmp_path / "own").fingerprint
     (tmp_path / "link").symlink_to(tmp_path / "own")
     monkeypatch.chdir(tmp_path)
+    assert main(["export", "own", "--custom_generate", "draws", "--members", "2"]) == 0
     monkeypatch.setattr(bayesianise, "load_adapter", None)  # it is refused before a model is loaded
     capsys.readouterr()
-    for place, output in (("own", "own"), ("own", str(tmp_path / "own")), ("link", "own/"), ("own", "link")):
+    for place, output in (
+        ("own", "own"), ("own", str(tmp_path / "own")), ("link", "own/"), ("own", "link"),
+        ("draws/members/member_001", "draws"),  # an adapter of its own, which the new posterior would remove
+    ):  # fmt: skip
         assert main(["bayesianise", place, *given, "--output_dir", output]) == 2
-        assert f"--output_dir {output} is the folder of the adapter" in capsys.readouterr().err
+        assert f"--output_dir {output}: a save there would replace {place}, of which" in capsys.readouterr().err
     assert Posterior.from_pretrained(tmp_path / "own").fingerprint == before
+    assert Posterior.from_pretrained(tmp_path / "draws").config.num_members == 2
 
 
 def test_a_misfit_names_the_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,3 +80,29 @@ def test_directory_that_is_not_empty_needs_overwrite(tmp_path: Path) -> None:
     write_directory(tmp_path, OLD, format=FORMAT)
     with pytest.raises(ValueError, match=r"is not empty .*overwrite=True"):
         storage.check_writable(tmp_path, overwrite=False, format=FORMAT)
+
+
+@pytest.mark.parametrize("name", ["members", "members/m0", "members/new/deeper"])
+def test_a_folder_within_a_saved_directory_is_refused(tmp_path: Path, name: str) -> None:
+    write_directory(tmp_path / "x", OLD, format=FORMAT)
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    refused = r"lies in a test\.checkpoint, .*unreadable.* choose another|is not empty"
+    for folder in (tmp_path / "x" / name, tmp_path / "link" / name):
+        for check in (storage.check_folder, storage.check_writable, storage.check_new):
+            with pytest.raises(ValueError, match=refused):
+                check(folder)
+    assert content(tmp_path / "x") == comparable(OLD)
+    for beside in ("notes", "checkpoint-3/members"):  # of these no reader takes a file
+        storage.check_folder(tmp_path / "x" / beside)
+        storage.check_new(tmp_path / "x" / beside)
+
+
+def test_a_save_replaces_the_folders_of_its_own_files(tmp_path: Path) -> None:
+    write_directory(tmp_path / "x", OLD, format=FORMAT)
+    (tmp_path / "x" / "checkpoint-3").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "x" / "members" / "m0")
+    for source in ("x", "x/members", "x/members/m1", "link"):
+        assert storage.replaces(tmp_path / "x", tmp_path / source)
+    for source in ("x/checkpoint-3", "x/members/m7", "elsewhere", "."):
+        assert not storage.replaces(tmp_path / "x", tmp_path / source)
+    assert storage.replaces(tmp_path / "new", tmp_path / "new")
