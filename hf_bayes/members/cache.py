@@ -111,7 +111,7 @@ def reorder_cache(cache: Any, beam_idx: Tensor, num_members: int, num_trunk: int
     Raises:
         ValueError: if a layer has another number of rows, because the index would silently drop members.
     """
-    require_rows(cache, len(beam_idx), num_members, num_trunk)
+    require_cache_rows(cache, len(beam_idx), num_members, num_trunk)
     offsets = torch.arange(num_members, device=beam_idx.device)[:, None] * len(beam_idx)
     folded = (offsets + beam_idx).flatten()
     for index, layer in enumerate(cache.layers):
@@ -119,7 +119,7 @@ def reorder_cache(cache: Any, beam_idx: Tensor, num_members: int, num_trunk: int
     return cache
 
 
-def require_rows(cache: Any, num_rows: int, num_members: int, num_trunk: int) -> None:
+def require_cache_rows(cache: Any, num_rows: int, num_members: int, num_trunk: int) -> None:
     """Check that layers of the trunk hold B rows and later layers M * B rows; an empty layer passes.
 
     Raises:

@@ -249,14 +249,14 @@ class LayerHooks:
             if isinstance(module, nn.Embedding) and output.shape[0] == 1 < rows:  # position ids [1, T] for all rows
                 x, output = x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
             if not self._one_row:
-                self._require_rows(index, output)
+                self._require_rows_of_batch(index, output)
             found = apply(self, index, self._sources.get(index, index), x, output, self.anchor)
             # residual blocks of convolutions add in place, which a view from a function of our own does not allow
             return found.clone() if self.layers[index].has_channels else found
 
         return insert_identity
 
-    def _require_rows(self, index: int, output: Tensor) -> None:
+    def _require_rows_of_batch(self, index: int, output: Tensor) -> None:
         """Check that the output has the rows of the batch; otherwise gradients cannot be assigned to rows.
 
         Raises:

@@ -177,7 +177,7 @@ class StackedEmbedding(Stacked):
 
     def forward(self, ids: Tensor) -> Tensor:
         context, module, table = self.context, self.module, self.tensor("weight")  # [M, V, h]
-        self.require_rows(ids, also=1)
+        self.require_member_rows(ids, also=1)
         if self.of_distances and context.num_members > 1 and ids.shape[0] == ids.shape[-1]:
             # T = M * B: the T rows of these indices are no rows of members
             raise ValueError(self.shuffled(f"the distances of {len(ids)} positions"))

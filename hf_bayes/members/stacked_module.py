@@ -23,10 +23,10 @@ class Stacked:
         # a head that scores tokens flattens them into rows
         if x.ndim != 2 or x.shape[0] != context.num_members * context.num_rows * context.num_positions:
             # once the members differ, B rows are a table, such as DeBERTa's with B = 1
-            self.require_rows(x, also=None if context.fanned_out else context.num_rows)
+            self.require_member_rows(x, also=None if context.fanned_out else context.num_rows)
         return context.single(x)
 
-    def require_rows(self, x: Tensor, *, also: int | None) -> None:
+    def require_member_rows(self, x: Tensor, *, also: int | None) -> None:
         """Check that ``x`` has M * B rows, or ``also``; otherwise rows cannot be assigned to members.
 
         Raises:

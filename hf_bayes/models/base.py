@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ from hf_bayes.models.loading.posterior import loaded
 from hf_bayes.models.predictors import MemberLogLik, Predictor, Reader, Readings, num_averaged
 from hf_bayes.models.refusals import refuse_distilled, refuse_likelihood, refuse_settings, refuse_theta
 from hf_bayes.models.restoration import Restoration
+from hf_bayes.posteriors.hub import LOCATION, Location
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.weighted import without_weights
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 
@@ -61,8 +63,7 @@ class BayesianModel(HostMethods):
     term_kind: ClassVar[str] = "outputs"
     """A likelihood term is "outputs" (of a row, or a labelled token), the next "token", or a pair of "answers"."""
     predicts_its_terms: ClassVar[bool] = True  # False: a loaded posterior does not predict these terms, as after DPO
-    linearises: ClassVar[bool] = False
-    """True if a loaded Laplace approximation predicts linearised: too costly for taggers and language models."""
+    linearises: ClassVar[bool] = False  # True: loaded Laplace approximations predict linearised (too costly for tokens)
     _student: Callable[[], Predictor]
     _single_pass_predictor: Callable[..., Predictor]
 
@@ -70,10 +71,10 @@ class BayesianModel(HostMethods):
         core = core_of(model)
         self.check_core(core)
         refuse_foreign(model, core)
-        refuse_theta(layout, theta)
         super().__init__(cast(PreTrainedConfig, core.config))
         self.model, self.layout, self._restoration = model, layout, Restoration(model)
         self.members = Members(model, core, layout, trunk=trunk)
+        refuse_theta(layout, theta, self.members.statistics)
         self.members_per_pass: int | None = None
         self.check_inputs, self.current_members, self.lock = InputCheck(core), CurrentMembers(), CopyableLock()
         self.theta = nn.Parameter(theta)
@@ -88,20 +89,16 @@ class BayesianModel(HostMethods):
     @classmethod
     def from_pretrained(  # type: ignore[override]
         cls, directory_or_repo: str | os.PathLike[str] | Posterior, *, members: int | None = None,
-        revision: str | None = None, subfolder: str | None = None, token: str | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None, force_download: bool = False, local_files_only: bool = False,
         dtype: torch.dtype | str | None = None, device_map: Any = None, trust_remote_code: bool = False,
         base_model: str | os.PathLike[str] | PreTrainedModel | None = None, prediction: str | None = None,
-        check_base: bool = True, calibrated: bool = True, likelihood: LikelihoodConfig | None = None, **unknown: Any,
+        check_base: bool = True, calibrated: bool = True, likelihood: LikelihoodConfig | None = None,
+        **location: Unpack[Location],
     ) -> Self:  # fmt: skip
         """Load a saved posterior on its base model.
 
         Args:
             directory_or_repo: a posterior directory, a repository of the Hub, or a ``Posterior`` in memory.
-            members: number of members, which also selects prediction by members; None means all draws, or 10 draws of a
-                Gaussian.
-            revision, subfolder: revision of the repository, and the folder of the posterior in it.
-            token, cache_dir, force_download, local_files_only: as in transformers; they apply to the base model, too.
+            members: number of members, by which the model then predicts; None means all draws, or 10 of a Gaussian.
             dtype: dtype of the base model; None keeps the dtype that the posterior was made with. Members stay float32.
             device_map: as in transformers, onto one device.
             trust_remote_code: given to transformers for the base model; a posterior never brings code.
@@ -114,12 +111,11 @@ class BayesianModel(HostMethods):
             calibrated: False to predict without the stored temperature of the mixture, which belongs to the stored way
                 of prediction and to all members.
             likelihood: the likelihood that the posterior stores, if its class is not registered.
+            location: as in ``Posterior.from_pretrained``; the settings of the download hold for the base model, too.
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
-        refuse_settings(unknown, cls.auto_class)
-        location = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
-                    "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
+        refuse_settings([name for name in location if name not in LOCATION], cls.auto_class)
         how: dict[str, Any] = {"members": members, "prediction": prediction, "base_model": base_model, "dtype": dtype,
                                "check_base": check_base, "device_map": device_map, "location": location,
                                "trust_remote_code": trust_remote_code}  # fmt: skip
@@ -182,6 +178,10 @@ class BayesianModel(HostMethods):
                 predicts as before.
         """
         return self._use(self._single_pass_predictor(**options))
+
+    def count_rows_once(self) -> None:
+        """Take labels without weights of rows from now on, if the likelihood has them (``Weighted``)."""
+        self.likelihood = without_weights(self.likelihood)
 
     def _use(self, predictor: Predictor) -> Self:
         """Predict by this predictor, at the stored temperature of the mixture if it was fitted for this prediction."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,44 +13,61 @@ from torch import Tensor
 from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
 
 
+class ShownMembers(NamedTuple):
+    """Members that predictions use in place of the model's own.
+
+    Attributes:
+        theta: [M', d].
+        group: the processes that hold the other members.
+        temperature: the temperature of their mixture.
+    """
+
+    theta: Tensor
+    group: LocalMembers
+    temperature: float
+
+
 class CurrentMembers:
     """The members that evaluation and generation use.
 
     Attributes:
-        shown: [M', d] members in place of the model's own; None for its own.
+        replacement: members in place of the model's own; None for its own.
         own_group: the processes that hold the other members while the model's own are used.
-        shown_group: the processes that hold the other members while ``shown`` is used.
         own_temperature: the temperature of the mixture of the model's own members, see ``mixture_temperature``.
-        shown_temperature: the temperature of the mixture while ``shown`` is used.
     """
 
     def __init__(self) -> None:
-        self.shown: Tensor | None = None
-        self.own_group = self.shown_group = LocalMembers()
-        self.own_temperature = self.shown_temperature = 1.0
+        self.replacement: ShownMembers | None = None
+        self.own_group = LocalMembers()
+        self.own_temperature = 1.0
+
+    @property
+    def shown(self) -> Tensor | None:
+        """[M', d], the members in place of the model's own; None for its own."""
+        return None if self.replacement is None else self.replacement.theta
 
     @property
     def group(self) -> LocalMembers:
         """The processes that hold the members."""
-        return self.own_group if self.shown is None else self.shown_group
+        return self.own_group if self.replacement is None else self.replacement.group
 
     @property
     def temperature(self) -> float:
         """The temperature of the mixture."""
-        return self.own_temperature if self.shown is None else self.shown_temperature
+        return self.own_temperature if self.replacement is None else self.replacement.temperature
 
     def show(self, theta: Tensor | None, group: LocalMembers | None, temperature: float = 1.0) -> None:
         """Use ``theta`` from now on; None switches back to the model's own members."""
-        self.shown, self.shown_group, self.shown_temperature = theta, group or LocalMembers(), temperature
+        self.replacement = None if theta is None else ShownMembers(theta, group or LocalMembers(), temperature)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the current members and the temperatures at the end of the block."""
-        before = self.shown, self.shown_group, self.shown_temperature, self.own_temperature
+        """Undo each ``show`` of the block at its end. ``PredictionState`` gives back all that a model predicts by."""
+        before = self.replacement
         try:
             yield
         finally:
-            self.shown, self.shown_group, self.shown_temperature, self.own_temperature = before
+            self.replacement = before
 
 
 def stored_temperature(calibration: Mapping[str, Any], prediction: str, num_members: int) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_bayes.members.cache import reorder_cache, require_rows
+from hf_bayes.members.cache import reorder_cache, require_cache_rows
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.input_check import SHORTEN, InputCheck, require_ids
 from hf_bayes.models.language.causal_members import CausalMembers
@@ -155,7 +155,7 @@ class Decoding:
             _refuse_padding_at_the_end(mask[::repeats])
         if (cache := kwargs.get("past_key_values")) is not None:
             num_trunk = self.causal.members.num_trunk_blocks
-            require_rows(cache, num_prompts * repeats, self.causal.num_stored(num_members), num_trunk)
+            require_cache_rows(cache, num_prompts * repeats, self.causal.num_stored(num_members), num_trunk)
 
     def reorder(self, num_members: int, cache: Any, beam_idx: Tensor) -> Any:
         """Permute the sequences of a cache. A layer holds B or M * B rows of them."""

@@ -90,8 +90,7 @@ def export_model(
             tokenizer that names code of another repository than the base model, and if the directory is not empty.
     """
     root = Path(directory)
-    if root.exists() and any(root.iterdir()):
-        raise ValueError(f"{root} is not empty: choose a new directory")
+    storage.check_new(root)
     if "quantization_config" in posterior.config.head:
         raise ValueError(
             f"the base model of {posterior.source or 'this posterior'} is quantised, and an adapter cannot be merged "

@@ -17,9 +17,20 @@ _ANSWER_NO_CACHE = ("recurrent_gemma",)
 """Model types that take ``past_key_values`` and keep what counts in their layers."""
 
 
-def refuse_theta(layout: Layout, theta: Tensor) -> None:
-    """Raise if ``theta`` is not a matrix [M, d] of float32 or float64."""
+def refuse_theta(layout: Layout, theta: Tensor, statistics: Layout) -> None:
+    """Raise if ``theta`` is not a matrix [M, d] of float32 or float64.
+
+    Args:
+        statistics: the layout of the statistics of batch normalisation, which draws may hold behind their parameters.
+    """
     wide = theta.dtype in (torch.float32, torch.float64)
+    if wide and theta.ndim == 2 and theta.shape[1] == layout.dim + statistics.dim > layout.dim:
+        raise ValueError(
+            f"theta has {theta.shape[1]} columns, {layout.dim} random parameters and {statistics.dim} statistics of "
+            f"batch normalisation (first {statistics.names[0]}), which are no parameters: theta of a model is trained, "
+            f"and they belong to finished draws. Call attach(model, theta[:, :{layout.dim}]), and give all columns to "
+            "its show(theta)"
+        )
     if not wide or theta.ndim != 2 or len(theta) == 0 or theta.shape[1] != layout.dim:
         raise ValueError(
             f"theta must be float32 or float64 [members, {layout.dim}] ({len(layout.names)} random tensors), "

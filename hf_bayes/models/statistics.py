@@ -20,7 +20,7 @@ from hf_bayes.members.inputs import num_rows_of, without_labels
 from hf_bayes.models.base import BayesianModel
 
 
-def with_statistics(
+def with_batch_norm_statistics(
     model: BayesianModel,
     theta: Tensor,
     batches: Iterable[dict[str, Any]],

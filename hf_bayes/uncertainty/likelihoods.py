@@ -39,6 +39,8 @@ class LikelihoodSettings(Protocol):
 class Likelihood(ABC):
     """A likelihood: log p(labels | logits) per term, and everything derived from it.
 
+    The defaults are right for a term of one part whose labels [..., C] hold one value for each output.
+
     Attributes:
         config: the settings of a likelihood that was given with ``likelihood=``; None for the likelihood of a head.
         noise_std: the standard deviation of normal noise, in units of the labels, which a fit may learn; None for other
@@ -87,20 +89,21 @@ class Likelihood(ABC):
             labels: [M, N] or [M, N, C]; a label that is not a term gives 0.
         """
 
-    @abstractmethod
     def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return [M, N, P], the log-likelihoods of a term's parts, without weights of rows.
 
         Predictions average each part over members. Several labels of an input are P parts, every other term is one.
         """
+        return self.log_prob(logits, labels)[..., None]
 
     @abstractmethod
     def max_log_prob(self, num_outputs: int) -> float:
         """Return the largest possible log-likelihood of a term, given the number of outputs."""
 
-    @abstractmethod
     def is_term(self, labels: Tensor) -> Tensor:
         """Return [..., N] bool: True where a label is a likelihood term. ``labels`` is [..., N] or [..., N, C]."""
+        # [N] without columns may be no shape of these labels; counted here, it is refused in words beside the logits
+        return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
 
     @abstractmethod
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -114,13 +117,13 @@ class Likelihood(ABC):
     def support(self, num_outputs: int) -> str:
         """Return the set of permitted labels in words."""
 
-    @abstractmethod
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
         """Return logits [M, N, C] without the part that the likelihood ignores; the result is [M, N, C] or [M, N, k].
 
         Args:
             columns: [N, k], the wanted outputs of each term; None for all outputs.
         """
+        return gathered(widened(logits), columns)
 
     @abstractmethod
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -138,14 +141,14 @@ class Likelihood(ABC):
     def fisher_root(self, logits: Tensor, column: int) -> Tensor:
         """Return [n, C]: one column of a root of each term's Fisher information in the logits [n, C]."""
 
-    @abstractmethod
     def num_root_columns(self, num_outputs: int) -> int:
         """Return the number of columns of ``fisher_root`` for C outputs."""
+        return num_outputs
 
     @property
-    @abstractmethod
     def labels_per_output(self) -> bool:
         """True if a label has one value per output, False if a label is the index of an output."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,6 @@ class Categorical(Likelihood):
         logits = widened(logits)
         nll = F.cross_entropy(logits.flatten(0, 1), labels.reshape(-1).long(), ignore_index=IGNORE, reduction="none")
         return -nll.view(labels.shape)
-
-    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.log_prob(logits, labels)[..., None]
 
     def max_log_prob(self, num_outputs: int) -> float:
         return 0.0
@@ -247,19 +247,10 @@ class Normal(Likelihood):
         z = (labels.to(logits.dtype).reshape(logits.shape) - logits) / self.noise_std
         return (-0.5 * z.square() - math.log(self.noise_std) - 0.5 * math.log(2 * math.pi)).sum(-1)
 
-    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.log_prob(logits, labels)[..., None]
-
-    def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
-        return gathered(widened(logits), columns)
-
     def max_log_prob(self, num_outputs: int) -> float:
         """Return the density where the label is predicted exactly: a density is not bounded by 1."""
         zeros = torch.zeros(1, 1, num_outputs)
         return float(self.log_prob(zeros, zeros))
-
-    def is_term(self, labels: Tensor) -> Tensor:
-        return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
 
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (logits_shape, logits_shape[:-1]) if logits_shape[-1] == 1 else (logits_shape,)
@@ -283,13 +274,6 @@ class Normal(Likelihood):
         root = torch.zeros_like(widened(logits))
         root[:, column] = 1 / self.noise_std
         return root
-
-    def num_root_columns(self, num_outputs: int) -> int:
-        return num_outputs
-
-    @property
-    def labels_per_output(self) -> bool:
-        return True
 
 
 def refuse_labels(

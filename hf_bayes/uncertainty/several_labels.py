@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_bayes.uncertainty.decomposition import Uncertainty, decompose
-from hf_bayes.uncertainty.likelihoods import IGNORE, Likelihood, gathered, widened
+from hf_bayes.uncertainty.likelihoods import IGNORE, Likelihood, widened
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,8 @@ class Bernoulli(Likelihood):
         logits = widened(logits)
         return -F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
 
-    def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
-        return gathered(widened(logits), columns)
-
     def max_log_prob(self, num_outputs: int) -> float:
         return 0.0
-
-    def is_term(self, labels: Tensor) -> Tensor:
-        # [N] without columns is no shape of these labels; counted here, it is refused in words beside the logits
-        return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
 
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (logits_shape,)
@@ -66,13 +59,6 @@ class Bernoulli(Likelihood):
         root = torch.zeros_like(widened(logits))
         root[:, column] = (probs * (1 - probs)).sqrt()
         return root
-
-    def num_root_columns(self, num_outputs: int) -> int:
-        return num_outputs
-
-    @property
-    def labels_per_output(self) -> bool:
-        return True
 
 
 def two_classes(logits: Tensor) -> Tensor:

@@ -1,70 +1,20 @@
 from __future__ import annotations
 
 import math
-import threading
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.uncertainty.decomposition import predict
+from tests.members.ranks import Ranks
 
 LOGITS = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-class Ranks:
-    """Two processes as two threads: a substitute for the collectives of ``torch.distributed``."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2)
-        self.rank = threading.local()
-        self.values: list[Any] = [None, None]
-
-    def exchanged(self, value: Any) -> list[Any]:
-        self.values[self.rank.number] = value
-        self.barrier.wait(60)
-        values = list(self.values)
-        self.barrier.wait(60)
-        return values
-
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        both = torch.stack(self.exchanged(tensor.clone()))
-        tensor.copy_(both.amax(0) if op == dist.ReduceOp.MAX else both.sum(0))
-
-    def all_gather(self, pieces: list[Tensor], tensor: Tensor, group: Any = None) -> None:
-        for piece, value in zip(pieces, self.exchanged(tensor.clone()), strict=True):
-            piece.copy_(value)
-
-    def all_gather_object(self, values: list[Any], value: Any, group: Any = None) -> None:
-        values[:] = self.exchanged(value)
-
-    def run(self, work: Any) -> list[Any]:
-        """Return what ``work(members, rank)`` returns in each process."""
-        found: list[Any] = [None, None]
-
-        def process(number: int) -> None:
-            self.rank.number = number
-            found[number] = work(DistributedMembers(None), number)
-
-        threads = [threading.Thread(target=process, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    made = Ranks()
-    for name in ("all_reduce", "all_gather", "all_gather_object"):
-        monkeypatch.setattr(dist, name, getattr(made, name))
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda group: made.rank.number)
-    return made
+    return Ranks(monkeypatch)
 
 
 def test_local_sums_are_those_of_the_members() -> None:

@@ -24,7 +24,7 @@ def test_a_batch_that_cannot_be_dealt_to_members_is_refused() -> None:
     context.begin(2, 1, trunk=False)
     stacked = Stacked(nn.Linear(2, 2), {"weight": "the.name"}, context)
     with pytest.raises(ValueError, match=r"the\.name: its module was called with 5 rows, expected 6 \(3 members x 2\)"):
-        stacked.require_rows(torch.zeros(5, 2), also=2)
+        stacked.require_member_rows(torch.zeros(5, 2), also=2)
 
 
 def test_rows_of_no_member_are_refused_once_members_differ() -> None:

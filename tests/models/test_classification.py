@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_bayes
+from hf_bayes import Heteroscedastic, Weighted
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
@@ -128,6 +129,18 @@ def test_a_regression_is_trained_evaluated_saved_and_loaded(tmp_path: Path, outp
     torch.testing.assert_close(output.logits.double(), means.mean(0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.predictive_std.double(), (0.25 + epistemic).sqrt(), rtol=1e-5, atol=0)
     torch.testing.assert_close(output.epistemic_std.double(), epistemic.sqrt(), rtol=1e-4, atol=1e-6)
+
+
+def test_rows_without_weights_are_judged_as_those_of_weight_one() -> None:
+    likelihood, inputs, labels = Weighted(Heteroscedastic()), batch(rows=3), torch.tensor([0.5, -1.0, 2.0])
+    with torch.no_grad(), attach(tiny_bert(num_labels=2), subspace="last_layer", likelihood=likelihood) as model:
+        expected = model.evaluate_batch({**inputs, "labels": torch.stack([labels, torch.ones(3)], 1)})[0]
+        model.count_rows_once()
+        found = model.evaluate_batch({**inputs, "labels": labels})[0]
+        assert model.terms_per_row({**inputs, "labels": labels}).tolist() == [1, 1, 1]
+        model.count_rows_once()  # there are no weights any more
+        assert model.likelihood.name == "heteroscedastic"
+    assert torch.equal(found["nll"], expected["nll"])
 
 
 def test_a_tuple_is_given_and_outputs_of_layers_are_refused() -> None:

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.current_members import stored_temperature
+from hf_bayes.models.current_members import CurrentMembers, stored_temperature
 from tests.members.reference import mixture, relative_error, separate_logits
 from tests.models.prepared import prepared
 from tests.tiny_models import batch, tiny_llama, with_lora
@@ -22,6 +23,18 @@ def test_shown_members_answer_in_place_of_the_parameter() -> None:
         other = bayesian(**batch()).logits
     assert relative_error(found, mixture(separate_logits(model, layout, theta[2:], batch()))) < 1e-12
     assert relative_error(other, found) > 0.01
+
+
+def test_the_end_of_a_block_undoes_what_show_did_alone() -> None:
+    current, (first, second, group) = CurrentMembers(), (torch.zeros(1, 2), torch.ones(1, 2), LocalMembers())
+    current.show(first, group, 0.5)
+    with current.restored():
+        current.show(second, None, 2.0)
+        # of the model's own members: a block that loads others, or predicts in another way, keeps them
+        current.own_group, current.own_temperature = own = LocalMembers(), 1.3
+    assert (current.shown is first, current.group is group, current.temperature) == (True, True, 0.5)
+    current.show(None, None)
+    assert (current.group, current.temperature) == own
 
 
 def test_members_cannot_be_spread_without_launched_processes() -> None:

@@ -28,7 +28,7 @@ from hf_bayes import (
 )
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import select
-from hf_bayes.models.statistics import with_statistics
+from hf_bayes.models.statistics import with_batch_norm_statistics
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.members.reference import mixture, relative_error, scattered, separate_logits
@@ -73,19 +73,35 @@ def test_statistics_are_those_of_separate_models_and_update_bn() -> None:
         expected.append(twin.eval()(**images(5, 7, torch.float64)).logits.detach())
     with torch.no_grad(), attach(model, theta, subspace="all") as bayesian:
         bayesian.members_per_pass = 2
-        complete = with_statistics(bayesian, bayesian.theta.detach(), inputs)
+        complete = with_batch_norm_statistics(bayesian, bayesian.theta.detach(), inputs)
         assert torch.equal(complete[:, : layout.dim], theta)
         with bayesian.showing(complete):
             found = bayesian(**images(5, 7, torch.float64)).logits
         torch.testing.assert_close(found, mixture(torch.stack(expected)), rtol=0, atol=1e-12)
-        assert with_statistics(bayesian, complete, []) is complete
+        assert with_batch_norm_statistics(bayesian, complete, []) is complete
         with pytest.raises(ValueError, match="no rows to estimate the statistics"):
-            with_statistics(bayesian, theta, [])
+            with_batch_norm_statistics(bayesian, theta, [])
+
+
+def test_members_with_statistics_are_shown_and_not_attached() -> None:
+    model = resnet(torch.float32)
+    layout, given = select(model, "all"), images(3, 7, torch.float32)
+    with torch.no_grad(), attach(model, scattered(model, layout), subspace="all") as bayesian:
+        complete = with_batch_norm_statistics(bayesian, bayesian.theta.detach(), [images(4, 0, torch.float32)])
+        with bayesian.showing(complete):
+            expected = bayesian(**given).logits
+    advice = rf"attach\(model, theta\[:, :{layout.dim}\]\), and give all columns to its show\(theta\)"
+    with pytest.raises(ValueError, match=rf"running_mean.* no parameters.*{advice}"):
+        attach(model, complete, subspace="all")
+    assert not any("forward" in vars(module) for module in model.modules())
+    with torch.no_grad(), attach(model, complete[:, : layout.dim], subspace="all") as bayesian:
+        bayesian.show(complete)
+        assert torch.equal(bayesian(**given).logits, expected)
 
 
 def test_a_model_without_random_batch_normalisation_has_none() -> None:
     with attach(resnet(torch.float32), subspace="convolution") as bayesian:
-        assert with_statistics(bayesian, bayesian.theta, []) is bayesian.theta
+        assert with_batch_norm_statistics(bayesian, bayesian.theta, []) is bayesian.theta
 
 
 LOAD = """

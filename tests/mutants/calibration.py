@@ -39,7 +39,7 @@ CALIBRATION = (
           "num_averaged(predictor, len(self.theta))",
           'stored.get("num_members")', (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
     Fault("calibration: other members get the temperature", "models/current_members.py",
-          "self.own_temperature if self.shown is None else self.shown_temperature", "self.own_temperature",
+          "self.own_temperature if self.replacement is None else self.replacement.temperature", "self.own_temperature",
           (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
     Fault("calibration: other predictions get the temperature", "models/current_members.py",
           "if way == (prediction, num_members) or temperature == 1:", "if True:",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.calibration import CALIBRATION
 from tests.mutants.fault import Fault
+from tests.mutants.fourth_review import FOURTH_REVIEW
 from tests.mutants.models_and_fits import MODELS_AND_FITS
 from tests.mutants.own_choices import OWN_CHOICES
 from tests.mutants.recommended import RECOMMENDED
@@ -188,8 +189,8 @@ FAULTS = (
           "return Gaussian(torch.zeros_like(inherited.means), inherited.covariances).to(start)",
           ("models/test_inherited_prior.py::test_two_episodes_are_the_joint_posterior",)),
     Fault("continual: lambda multiplies the inherited precision, too", "methods/laplace/laplace.py",
-          "covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)",
-          "covariance = temper(curvature, precision, temperature=self.temperature / self.strength, what=self.temper)",
+          "temper(curvature, precision, temperature=config.temperature, what=config.temper)",
+          "temper(curvature, precision, temperature=config.temperature / config.strength, what=config.temper)",
           ("models/test_inherited_prior.py::test_each_structure_adds_lambda_times_the_curvature[diagonal]",)),
     # -- the member axis and what is made of it
     Fault("folding: row b * M + m in place of m * B + b", "members/inputs.py",
@@ -348,5 +349,6 @@ FAULTS = (
     *REVIEWED,
     *SECOND_REVIEW,
     *THIRD_REVIEW,
+    *FOURTH_REVIEW,
 )
 # fmt: on

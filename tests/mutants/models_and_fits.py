@@ -131,7 +131,7 @@ MODELS_AND_FITS = (
           'new = {key for key, *_ in found["mismatched_keys"]}',
           ("models/loading/test_checkpoint_weights.py::test_a_missing_weight_of_the_base_is_named",)),
     Fault("laplace: a free exact matrix is drawn", "methods/laplace/laplace.py",
-          "self.spec.exact_if_cheap(problem.most_terms, problem.root_columns, problem.lacks)", "self.spec",
+          "config.spec.exact_if_cheap(self.problem.likelihood)", "config.spec",
           ("fit/test_laplace.py::test_full_laplace_is_exact_bayesian_linear_regression[1]",)),
     Fault("sample: chains that found a step size are not compared", "chains/doubts.py",
           "all_data_in_every_update or own_step_size", "all_data_in_every_update",

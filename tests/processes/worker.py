@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, PenaltyConfig, SGHMCConfig
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
-from hf_bayes.objectives import own_settings
+from hf_bayes.objectives import range_test
 from hf_bayes.objectives.heldout import HeldOutRows
 from hf_bayes.objectives.range_test import trial_around
 from hf_bayes.training.trainer import BayesianTrainer
@@ -149,7 +149,7 @@ class Worker:
         whole = self.trainer(f"own{chains}", method, **settings)
         moved = self.trainer(f"own_moved{chains}", method, **settings)
         earlier = None if self.earlier is None else str(self.earlier / f"own_moved{chains}" / "checkpoint-20")
-        with unittest.mock.patch.object(own_settings, "plan_trial", return_value=trial_around(0.134, 4)):
+        with unittest.mock.patch.object(range_test, "plan_trial", return_value=trial_around(0.134, 4)):
             whole.train()
             moved.train(resume_from_checkpoint=earlier)
         self.keep(f"own{chains}", whole)

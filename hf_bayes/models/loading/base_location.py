@@ -15,16 +15,14 @@ from torch import nn
 
 from hf_bayes.core.layout import modules_of
 from hf_bayes.posteriors.compat import is_repo_id
-from hf_bayes.posteriors.hub import DOWNLOAD, is_local, is_place
+from hf_bayes.posteriors.hub import Location, download_of, is_local, is_place
 from hf_bayes.posteriors.posterior import Posterior
 
 NOTED_REVISION = "loaded_revision"
 """The attribute of a model that holds the revision with which ``load_pretrained`` has loaded it."""
 
 
-def locate(
-    posterior: Posterior, given: Any, location: dict[str, Any], trust_remote_code: bool
-) -> tuple[str, dict[str, Any]]:
+def locate(posterior: Posterior, given: Any, location: Location, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
     """Return the base model's name or folder, and the other keyword arguments of ``from_pretrained``.
 
     Args:
@@ -39,7 +37,7 @@ def locate(
         FileNotFoundError: if the recorded name is a path that does not exist.
     """
     recorded = posterior.config.base_model
-    hub = {name: location[name] for name in DOWNLOAD if name in location} | {"trust_remote_code": trust_remote_code}
+    hub: dict[str, Any] = {**download_of(location), "trust_remote_code": trust_remote_code}
     is_given = is_place(given)
     if given is not None and not is_given and not isinstance(given, nn.Module):
         raise ValueError(

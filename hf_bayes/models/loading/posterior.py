@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 from peft import PeftModel
@@ -31,6 +31,7 @@ from hf_bayes.models.loading.base_location import locate, reaching, refuse_adapt
 from hf_bayes.models.loading.checkpoint_weights import Loaded, load_pretrained, warn_of_lost_weights
 from hf_bayes.models.loading.student_network import student_network
 from hf_bayes.models.restoration import BaseState, unwrapped
+from hf_bayes.posteriors.hub import Location
 from hf_bayes.posteriors.posterior import Posterior, require_members
 from hf_bayes.posteriors.student import DISTILLED
 
@@ -68,7 +69,7 @@ def loaded(
     auto_class: Any,
     *,
     members: int | None,
-    location: dict[str, Any],
+    location: Location,
     dtype: torch.dtype | str | None,
     device_map: Any,
     trust_remote_code: bool,
@@ -153,7 +154,7 @@ def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, w
         )
 
 
-def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[str, Any] | None = None) -> Posterior:
+def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: Location | None = None) -> Posterior:
     """Read the posterior at a place, or return the given one.
 
     Raises:
@@ -174,7 +175,7 @@ def load_tokenizer(
     posterior: Posterior | None = None,
     base_model: Any = None,
     trust_remote_code: bool = False,
-    **location: Any,
+    **location: Unpack[Location],
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved with a posterior, else the base model's tokenizer.
 
@@ -240,7 +241,7 @@ def _load_reader(
     posterior: Posterior | None = None,
     base_model: Any = None,
     trust_remote_code: bool = False,
-    **location: Any,
+    **location: Unpack[Location],
 ) -> Any:
     posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
     context = (base_model, trust_remote_code, location)
@@ -262,7 +263,7 @@ def _source(
     names: tuple[str, ...],
     given: Any,
     trust_remote_code: bool,
-    location: dict[str, Any],
+    location: Location,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location of a tokenizer or processor and the arguments to load it: sidecars, or the base model.
 
@@ -299,7 +300,7 @@ def _load_base(
     posterior: Posterior,
     auto_class: Any,
     given: Any,
-    location: dict[str, Any],
+    location: Location,
     device_map: Any,
     trust_remote_code: bool,
 ) -> Loaded:

@@ -84,9 +84,7 @@ class Adapted(Likelihood):
         return (lead, (*lead, 1)) if size == 1 else ((*lead, size),)
 
     def is_term(self, labels: Tensor) -> Tensor:
-        if self.num_classes is not None:
-            return labels != IGNORE
-        return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
+        return super().is_term(labels) if self.num_classes is None else labels != IGNORE
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
         if self.num_classes is None:
@@ -99,10 +97,6 @@ class Adapted(Likelihood):
         if self.num_classes is not None:
             return f"0..{self.num_classes - 1} (integers; {IGNORE} for none)"
         return self.config.support
-
-    @property
-    def labels_per_output(self) -> bool:
-        return True
 
     def target(self, labels: Tensor, lead: tuple[int, ...]) -> Tensor:
         """Return labels as the user's likelihood takes them: [*lead], or [*lead, D] for D > 1 numbers."""
@@ -121,9 +115,6 @@ class Adapted(Likelihood):
         found = self.config.log_prob(outputs, target.to(outputs.dtype))
         self._check_terms(found, lead)
         return found
-
-    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.log_prob(logits, labels)[..., None]
 
     def max_log_prob(self, num_outputs: int) -> float:
         return 0.0 if self.num_classes is not None else self.config.max_log_prob()

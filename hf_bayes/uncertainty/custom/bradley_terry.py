@@ -58,9 +58,6 @@ class Preferences(Likelihood):
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         return _CHOICE.log_prob(logits, labels)
 
-    def log_prob_parts(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.log_prob(logits, labels)[..., None]
-
     def max_log_prob(self, num_outputs: int) -> float:
         return 0.0
 

@@ -144,10 +144,6 @@ class WeightedRows(Likelihood):
     def num_root_columns(self, num_outputs: int) -> int:
         return self.inner.num_root_columns(num_outputs)
 
-    @property
-    def labels_per_output(self) -> bool:
-        return True
-
     def check(self, logits: Tensor, labels: Tensor) -> None:
         self.inner.check(logits, self.parts(labels)[0])
 

@@ -11,6 +11,7 @@ from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.language.logit_level import AtLevelOfLogits, at_level_of_logits
 from hf_bayes.models.language.token_uncertainty import GenerationTrace
 from hf_bayes.uncertainty.decomposition import predict
+from tests.members.ranks import Ranks
 from tests.members.reference import showing
 from tests.models.written import attached, generate, prepared
 from tests.tiny_models import batch
@@ -39,6 +40,27 @@ def test_a_penalty_acts_on_one_member_as_on_its_model(options: dict[str, Any], n
     for one, other in zip(found.scores, expected.scores, strict=True):
         # generate works in float32, where logits of this size have an error of 1e-6
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", PENALTIES[:2], ids=str)
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_penalty_acts_alike_with_members_on_two_processes(
+    options: dict[str, Any], num_beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, theta = prepared("gpt2-last-block", num_members=4)
+    inputs, options = batch(padding="left"), {**options, "num_beams": num_beams, "output_scores": True}
+    with attached("gpt2-last-block", model, theta) as bayesian:
+        expected = generate(bayesian, inputs, **options)
+    parts = [attached("gpt2-last-block", prepared("gpt2-last-block")[0], part) for part in theta.chunk(2)]
+
+    def write(members: LocalMembers, rank: int) -> Any:
+        parts[rank].current_members.own_group = members
+        return generate(parts[rank], inputs, **options)
+
+    for found in Ranks(monkeypatch).run(write):
+        assert torch.equal(found.sequences, expected.sequences)
+        for one, other in zip(found.scores, expected.scores, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # float32, as above
 
 
 def trace_of(*logits: Tensor) -> GenerationTrace:
