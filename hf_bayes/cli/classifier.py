@@ -26,7 +26,10 @@ class LabelArguments:
     pair_column: str | None = field(default=None, metadata={"help": "Column of a second text, if rows are pairs."})
     label_column: str = field(
         default="label",
-        metadata={"help": "Column of the labels. They are classes, lists of classes, or numbers (with --noise_std)."},
+        metadata={"help": "Column of the labels. They are classes, lists of classes, or fractions (a regression)."},
+    )
+    regression: bool = field(
+        default=False, metadata={"help": "Labels are numbers to predict, also where they are integers."}
     )
     max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text. Default: all that fit."})
     padding: Padding = field(
@@ -47,8 +50,8 @@ def classifier(
 ) -> ModelAndData:
     """Load the model with its LoRA and a head for the labels, and encode the texts.
 
-    A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. With
-    ``args.noise_std`` a column of numbers gives a regression.
+    A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. A column of
+    fractions gives a regression, and one of integers does so with ``labels.regression`` or ``args.noise_std``.
 
     Parameters that the checkpoint lacks, such as a head for these labels, are learnt.
 
@@ -67,7 +70,7 @@ def classifier(
             text_column=data_args.text_column,
             pair_column=labels.pair_column,
             label_column=labels.label_column,
-            numbers=args.noise_std is not None,
+            numbers=labels.regression or args.noise_std is not None,
             max_length=labels.max_length,
             place=loaded.place,
         )

@@ -65,7 +65,7 @@ def labelled_text(
         text_column: the column of the text.
         pair_column: the column of a second text, such as the hypothesis beside a premise.
         label_column: the column of the labels.
-        numbers: True if labels are numbers to predict (a regression) instead of classes.
+        numbers: True if labels are numbers to predict (a regression) instead of classes. Fractions always are.
         max_length: the largest number of tokens in a row. None uses the limit of the tokenizer.
         place: a function from a split and the number of a row to words for it, for errors.
     Raises:
@@ -154,8 +154,7 @@ def read_labels(values: Iterable[Any], labels: LabelReader, place: Callable[[int
 def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
     feature = train.features[column]
     if numbers:
-        head = {"num_labels": 1, "problem_type": "regression"}
-        return LabelReader(head, finite_number, "a finite number", "drop such rows, or leave noise_std out for classes")
+        return NUMBERS
     several, given = classes_in(feature)
     if isinstance(feature, dict):
         raise ValueError(
@@ -167,9 +166,12 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
     else:
         found = _values(train[column] if several else [train.unique(column)])
         if any(isinstance(value, float) for value in found):
+            # a table with empty cells has integers as fractions, too: these are classes, or were meant to be
+            if not several and not all(float(value).is_integer() for value in found if math.isfinite(value)):
+                return NUMBERS
             raise ValueError(
-                f"the column {column!r} holds fractions, expected classes: integers or strings. To predict the numbers "
-                "themselves give noise_std, the standard deviation of their noise"
+                f"the column {column!r} holds fractions such as 1.0, expected classes: integers or strings. (In a table "
+                "with empty cells all integers become fractions.) To predict one number for each text set regression"
             )
         index = {value: number for number, value in enumerate(sorted(found))}
         names = [str(value) for value in index]
@@ -218,3 +220,12 @@ def finite_number(label: Any) -> float:
     if isinstance(label, str) or not math.isfinite(value):
         raise ValueError
     return value
+
+
+NUMBERS = LabelReader(
+    {"num_labels": 1, "problem_type": "regression"},
+    finite_number,
+    "a finite number",
+    "drop such rows, or make classes integers or strings",
+)
+"""The labels of a regression."""

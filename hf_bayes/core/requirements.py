@@ -87,6 +87,7 @@ class Requirements:
             predictions of its members.
         drops_inputs: the method applies dropout masks of its own to the inputs of layers.
         fits_prior: the method replaces the prior by a fitted one, so the energy of its result is another one.
+        fits_noise: the final pass also fits the noise of a regression.
         mode_prior_scale: the factor of the default standard deviations in a model with LoRA. A mode is only the peak of
             the posterior, of which a sampler explores the whole: a mode needs a wider prior to fit as well.
         batch_posterior_setting: the field, now true, that asks for a likelihood of as many terms as a batch has; empty
@@ -126,6 +127,7 @@ class Requirements:
     predicts_linearised: bool = False
     drops_inputs: bool = False
     fits_prior: bool = False
+    fits_noise: bool = False
     mode_prior_scale: float = 1.0
     batch_posterior_setting: str = ""
     whitening: WhiteningStructure | None = None

@@ -13,6 +13,7 @@ from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import (
     BayesianClassifier,
     BayesianModelForSequenceClassification,
+    problem_of,
     refuse_noise_std,
 )
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
@@ -85,6 +86,18 @@ def attach(
     refuse_noise_std(noise_std, "a language model")
     refuse_likelihood(likelihood, "a language model")
     return kind(model, layout, theta, trunk=trunk)
+
+
+def needs_noise(model: nn.Module) -> bool:
+    """Return True if a plain model has the head of a regression, whose likelihood needs ``noise_std``.
+
+    Raises:
+        ValueError: as ``attach``, for a model that it cannot take.
+    """
+    refuse_attached(model)
+    core = core_of(model)
+    refuse_foreign(model, core)
+    return task_of(core).unit == "example" and problem_of(core.config) == "regression"
 
 
 def refuse_frozen_adapter(model: BayesianModel) -> None:

@@ -30,6 +30,7 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.data.varying import rows_vary
+from hf_bayes.training.label_noise import LabelNoise, settling_update
 from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.reports.own_choices import has_choices, report_ladder, report_step_size
 from hf_bayes.training.setup import Setup
@@ -62,6 +63,7 @@ class ActiveRun:
         setup: its settings that do not change.
         rows: its training rows.
         found_rate: the learning rate that the run has found before it was interrupted; None finds one if none is given.
+        noise_std: the noise of a regression that the run has learnt before it was interrupted; None measures it.
         number: the number of the run on this trainer, from 0; None takes the next one.
     Attributes:
         settings: the method that the run began with, and the settings that the run chose by itself.
@@ -72,6 +74,7 @@ class ActiveRun:
         monitor: the observations of the chains.
         rows_vary: rows of the training data differ each time they are read. For an optimiser this is not known.
         mirrored: every second chain takes minus the noise of the chain before it.
+        noise: the noise of a regression, if it is learnt; otherwise None.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class ActiveRun:
         rows: TrainingRows,
         *,
         found_rate: float | None = None,
+        noise_std: float | None = None,
         number: int | None = None,
     ) -> None:
         self.host, self.setup, self.rows = host, setup, rows
@@ -90,6 +94,10 @@ class ActiveRun:
         self._pending: list[Any] = []  # micro-batches of the update that has begun
         model.members.context.batch_statistics = True  # also in evaluations during the run
         model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
+        self.noise: LabelNoise | None = None
+        if setup.learns_noise:
+            with model.showing(model.theta.detach(), setup.member_group):
+                self.noise = LabelNoise(host, model, noise_std)
         samples = rows.method.temperature > 0
         self.rows_vary = samples and rows.stream is None and rows_vary(*rows.data())
         self._start(found_rate)
@@ -205,6 +213,8 @@ class ActiveRun:
         if not is_last:
             return torch.zeros((), device=self.host.args.device)
         batches, self._pending = self._pending, []
+        if self.noise is not None and self.run.num_updates == settling_update(self.method, self.problem):
+            self.noise.measure()
         record = self.run.update(batches, learning_rate)
         self.monitor.observe(record)
         if has_choices(record, self.problem):
@@ -274,8 +284,11 @@ class ActiveRun:
         self.setup.model.place(self.run.theta)  # where the next run starts
         self.rows.num_runs = max(self.rows.num_runs, self.number + 1)
         mesh, passes = self.setup.mesh, self.run.method.final_pass is not None
+        needs = self.method.requirements
+        if self.noise is not None and needs.final_pass and not needs.fits_noise:
+            self.noise.measure()  # a Gaussian is fitted at the modes where the chains are
         # such a method makes its last pass for the chains of this process; processes that share them find the same
-        by_process = passes and not self.method.requirements.all_chains_in_one_pass
+        by_process = passes and not needs.all_chains_in_one_pass
         try:
             found = self.run.finish(None if by_process else mesh.gather_chains)
         finally:

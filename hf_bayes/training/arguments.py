@@ -96,8 +96,8 @@ class BayesianTrainingArguments(TrainingArguments):
     noise_std: float | None = field(
         default=None,
         metadata={
-            "help": "Standard deviation of the labels' noise, in their units; required for regression heads. Labels "
-            "far from 0 are best standardised: a fresh head begins there."
+            "help": "Standard deviation of the labels' noise, in their units. None: a regression learns it from "
+            "eval_dataset. Labels far from 0 are best standardised: a fresh head begins there."
         },
     )
 

@@ -10,10 +10,9 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.metrics.calibration import Calibration, require_enough
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.calibrating import calibration_by_number, reason_without_temperature
-from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.data.heldout_rows import HeldOutData
-from hf_bayes.training.trainer_host import TrainerHost, heldout_name
+from hf_bayes.training.data.heldout_rows import HeldOutData, evenly_spread, reason_without_rows
+from hf_bayes.training.trainer_host import TrainerHost
 
 LEAST_ROWS = 200
 """After any run the pass may take this many held-out rows. It may take more if that costs at most a tenth of the run's
@@ -37,15 +36,7 @@ def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
         return "calibrate=False"
     if reason := reason_without_temperature(model):
         return reason
-    if host.args.private_rows:
-        return "private_rows keeps the rows of every process apart"
-    if host.eval_dataset is None:
-        return "there is no eval_dataset"
-    if heldout_name(host.eval_dataset) is None:
-        return f"eval_dataset has several sets ({', '.join(map(str, host.eval_sets))}) and none is named 'heldout'"
-    if is_stream(HeldOutData(host).rows):
-        return "eval_dataset is a stream, whose rows have no numbers"
-    return None
+    return reason_without_rows(host)
 
 
 def require_calibration(host: TrainerHost, model: BayesianModel) -> None:
@@ -92,7 +83,7 @@ def calibrate(active: ActiveRun) -> Calibration | None:
     if reason_against(host, model) is not None:
         return None
     heldout = HeldOutData(host)
-    rows = _some_rows(len(heldout.rows), active)
+    rows = evenly_spread(len(heldout.rows), most_rows(active))
     with torch.no_grad(), host.evaluation_autocast():
         try:
             return calibration_by_number(model, heldout.by_number, rows, mesh)
@@ -102,9 +93,8 @@ def calibrate(active: ActiveRun) -> Calibration | None:
             return None
 
 
-def _some_rows(count: int, active: ActiveRun) -> list[int]:
-    """Return numbers of held-out rows, evenly spread."""
+def most_rows(active: ActiveRun) -> int:
+    """Return the largest number of held-out rows that a fit at the end of a run may read."""
     gradients = active.run.num_updates * active.rows.scale.rows_per_update * active.method.num_chains
     members = active.setup.model.num_members * active.setup.mesh.chain_size
-    most = max(LEAST_ROWS, int(0.3 * gradients / members))  # a gradient costs three forward passes
-    return [number * count // min(count, most) for number in range(min(count, most))]
+    return max(LEAST_ROWS, int(0.3 * gradients / members))  # a gradient costs three forward passes

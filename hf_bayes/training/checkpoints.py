@@ -25,7 +25,9 @@ SEAL = "checkpoint_manifest.json"
 TRAINER_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 READ_BY_TRAINER = ("rng_state*.pth", "scaler.pt", "optimizer.bin*")
 """Patterns of further files. Trainer reads them when it resumes, if they exist."""
-NOT_COMPARED = ("num_updates", "num_processes")
+NOISE = "learnt_noise_std"
+"""The setting with the noise of a regression that a run has learnt so far; None if it learns none."""
+NOT_COMPARED = ("num_updates", "num_processes", NOISE)
 FOUND = "found_rate"
 """The setting with the learning rate that a run has found. If it differs, then another setting differs, too, and an
 error lists only that one."""
@@ -68,6 +70,11 @@ class SavedRun(NamedTuple):
     def found_rate(self) -> float | None:
         """The learning rate that the run has found; None if it has found none."""
         return self.settings.get(FOUND)
+
+    @property
+    def noise_std(self) -> float | None:
+        """The noise of a regression that the run had learnt; None if it learns none."""
+        return self.settings.get(NOISE)
 
 
 def begin(checkpoint: str | Path, *, group: Group) -> None:

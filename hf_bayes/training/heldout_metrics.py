@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from hf_bayes.diagnostics.comparison import difference_std_error
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.calibrating import calibrate
+from hf_bayes.training.calibrating import calibrate, most_rows
 from hf_bayes.training.evaluation import EvaluationResult, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
 
@@ -100,11 +101,14 @@ def _beside_map(
     if point is None:
         return {}
     point = active.with_batch_norm_statistics(point)
-    rival = None
+    rival, model, noise = None, active.setup.model, active.noise
     if posterior.config.calibration:  # as for the posterior: what cannot be fitted has been said already
-        with active.setup.model.showing(point):
+        with model.showing(point):
             rival = calibrate(active)
-    with active.setup.model.showing(point, temperature=1.0 if rival is None else rival.temperature):
+    with ExitStack() as stack:
+        stack.enter_context(model.showing(point, temperature=1.0 if rival is None else rival.temperature))
+        if noise is not None:
+            stack.enter_context(noise.fitted(most_rows(active)))
         alone = active.host.measure("map")
     figures = {f"{name}map_nll": alone[f"map_{name}nll"] for name in nlls}
     for name, nll in nlls.items():

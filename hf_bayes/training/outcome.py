@@ -13,7 +13,7 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.calibrating import calibrate, report_length
+from hf_bayes.training.calibrating import calibrate, most_rows, report_length
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Evaluator
 from hf_bayes.training.heldout_metrics import HeldOutEvaluation, heldout_evaluation, with_heldout_metrics
@@ -88,7 +88,9 @@ class Outcome:
                 "num_chains or draws_per_chain"
             )
         setup.model.show(posterior.members().to(host.args.device), finished.member_group)
-        self.posterior = _calibrated(posterior, active)  # set above, too: an error here must not lose the posterior
+        # set above, too: an error here must not lose the posterior
+        posterior = self.posterior = _with_learnt_noise(posterior, active)
+        self.posterior = _calibrated(posterior, active)
 
     def predicting(self) -> AbstractContextManager[None]:
         """Return the context in which the trainer's model predicts as one that is loaded from the posterior."""
@@ -134,6 +136,24 @@ class Outcome:
                 self.keep_evaluation(active.host.measure("eval"))
         assert self.heldout is not None
         return with_heldout_metrics(posterior, active, self.evaluator, self.heldout)
+
+
+def _with_learnt_noise(posterior: Posterior, active: ActiveRun) -> Posterior:
+    """Return the posterior with the noise of a regression that fits its predictions, if no noise was given."""
+    if active.noise is None or active.method.requirements.fits_noise:
+        return posterior
+    with predicting_as_loaded(active.setup.model, posterior):
+        try:
+            found = active.noise.fit(most_rows(active))
+        except ValueError as error:  # a finished run must not be lost
+            active.host.warn("noise_std stays at %.3g, that of the run: %s", active.noise.std, error)
+            return posterior
+    active.noise.use(found.noise_std)
+    active.host.say(found.describe())
+    config = posterior.config
+    diagnostics = {**config.diagnostics, "noise_std_of_run": found.before}
+    changed = dataclasses.replace(config, head={**config.head, "noise_std": found.noise_std}, diagnostics=diagnostics)
+    return dataclasses.replace(posterior, config=changed)
 
 
 def _calibrated(posterior: Posterior, active: ActiveRun) -> Posterior:

@@ -97,6 +97,7 @@ class RunCheckpoints:
             "prior_mean": self._centre(),
             "num_updates": active.run.num_updates,
             "found_rate": active.settings.found_rate,
+            checkpoints.NOISE: None if active.noise is None else active.noise.std,
             "probe_steps": args.probe_steps,  # probe values that were kept and new ones are one sequence
             "num_steps": active.problem.num_steps,
             "device": args.device.type,  # generators of another kind draw other numbers, and take no state from these

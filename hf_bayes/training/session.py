@@ -21,6 +21,7 @@ from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.preferences import PairRows
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.diagnosis import Diagnosis
+from hf_bayes.training.label_noise import require_labels
 from hf_bayes.training.learning_rate import LearningRate, check_schedule, schedule
 from hf_bayes.training.reports.step_lines import shorten_lines
 from hf_bayes.training.resuming import RunCheckpoints
@@ -61,12 +62,14 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     method, needs = (method, method.requirements) if rows is None else (rows.method, rows.requirements)
     require_all_chains(method, setup.mesh)
     refuse_batch_statistics(host, model, method)
+    if setup.learns_noise:
+        require_labels(host, model)
     heldout = HeldOutData(host)
     heldout.check_sets(model, besides=None if needs.heldout == "none" else heldout_name(host.eval_dataset))
     if needs.heldout != "none":
         heldout.check(model, method)
     require_calibration(host, model)
-    if needs.heldout != "none" or reason_against(host, model) is None:
+    if needs.heldout != "none" or setup.learns_noise or reason_against(host, model) is None:
         heldout.require_same(setup.mesh)
     if setup.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
         model.show(model.theta.detach(), setup.member_group)
@@ -113,7 +116,8 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
         if saved is None:
             active = ActiveRun(host, setup, rows)
         else:
-            active = ActiveRun(host, setup, rows, found_rate=saved.found_rate, number=saved.run_number)
+            found = {"found_rate": saved.found_rate, "noise_std": saved.noise_std}
+            active = ActiveRun(host, setup, rows, **found, number=saved.run_number)
         saves = saved is not None or host.args.save_strategy != SaveStrategy.NO
         checkpoints = RunCheckpoints(active, identified=saves)
         if saved is not None:

@@ -16,7 +16,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.recommended import recommended
-from hf_bayes.models.attaching import attach, refuse_frozen_adapter
+from hf_bayes.models.attaching import attach, needs_noise, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.loading.base_model import warn_of_resized_base
@@ -48,6 +48,7 @@ class Setup(NamedTuple):
         inherited: the posterior that is the prior; None under the method's own prior.
         start: [d] the weights around which chains start.
         likelihood: the likelihood of the labels, before anything is fitted.
+        learns_noise: True if the noise of a regression was not given, and held-out rows determine it.
     """
 
     model: BayesianModel
@@ -57,6 +58,7 @@ class Setup(NamedTuple):
     inherited: Inherited | None
     start: Tensor
     likelihood: Likelihood
+    learns_noise: bool = False
 
     @property
     def member_group(self) -> LocalMembers:
@@ -94,11 +96,13 @@ def set_up(
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
     with prepared(model, args, peft_config, kwargs, rewards=rewards) as ready, ExitStack() as stack:
-        was_attached = isinstance(ready, BayesianModel)
+        was_attached, noise = isinstance(ready, BayesianModel), args.noise_std
+        learns_noise = noise is None and likelihood is None and not was_attached and needs_noise(ready)
         if was_attached:
             refuse_other_likelihood(likelihood, ready)
         else:
-            ready = attach(ready, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood)
+            noise = 1.0 if learns_noise else noise  # until the labels are known
+            ready = attach(ready, subspace=subspace, noise_std=noise, likelihood=likelihood)
         stack.enter_context(given_back_on_error(ready, was_attached=was_attached))
         warn_of_resized_base(ready.model, ready.core)
         warn_of_frozen_head(ready.core, ready.layout)
@@ -120,7 +124,7 @@ def set_up(
         bayesian.place(initial_members(bayesian.layout, start, method, seed=args.seed, chains=mesh.chains))
         bayesian.members_per_pass = args.members_per_pass
         with config_kept(bayesian.core.config):
-            yield Setup(bayesian, method, subspace, mesh, inherited, start, bayesian.likelihood)
+            yield Setup(bayesian, method, subspace, mesh, inherited, start, bayesian.likelihood, learns_noise)
 
 
 def recommended_method(

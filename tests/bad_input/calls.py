@@ -51,6 +51,7 @@ def write_files() -> None:
         "null": [*rows[:2], {"text": None, "label": "odd"}],
         "one_class": [{**row, "label": "odd"} for row in rows],
         "numbers": [{"text": row["text"], "label": i / 10} for i, row in enumerate(rows)],
+        "whole_numbers": [{"text": row["text"], "label": float(i)} for i, row in enumerate(rows)],
         "mappings": [{"text": row["text"], "label": {"a": 1}} for row in rows],
         "not_finite": [{"text": row["text"], "label": float("inf") if i else 0.5} for i, row in enumerate(rows)],
     }
@@ -161,7 +162,8 @@ CALLS = [
     Call(f"{TRAIN} --window 999", ("--window=999 is longer than", "128 tokens")),
     Call(CLASSIFY.replace("rows", "null"), ("line 3 of null.jsonl: 'text' holds nothing",)),
     Call(CLASSIFY.replace("rows", "one_class"), ("needs two classes or more", "['odd']")),
-    Call(CLASSIFY.replace("rows", "numbers"), ("holds fractions", "noise_std")),
+    Call(CLASSIFY.replace("rows", "whole_numbers"), ("holds fractions such as 1.0", "set regression")),
+    Call(CLASSIFY.replace("rows", "numbers"), ("learnt from 50 held-out rows", "give an eval_dataset, or noise_std")),
     Call(CLASSIFY.replace("rows", "mappings"), ("the column 'label' holds mappings",)),
     Call(f"{CLASSIFY.replace('rows', 'not_finite')} --noise_std 1", ("has the label", "expected a finite number")),
     Call(f"{CLASSIFY} --label_column zebra", ("no column 'zebra', only text, label",)),

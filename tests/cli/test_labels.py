@@ -138,15 +138,21 @@ def test_text_pairs_are_encoded_together_with_token_types() -> None:
     [
         (["a", "a"], "two classes or more"),
         ([[], []], "two classes or more"),
-        ([0.5, 1.0], "integers or strings. To predict the numbers themselves give noise_std"),
+        ([2.0, 1.0], "integers or strings. .* To predict one number for each text set regression"),
         ([[0.5], [1.0]], "integers or strings"),
     ],
 )
-def test_one_class_or_fractions_are_refused(
+def test_one_class_or_whole_fractions_are_refused(
     tokenizer: PreTrainedTokenizerFast, labels: list[Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         labelled_text(columns(label=labels), tokenizer)
+
+
+def test_a_column_of_fractions_is_a_regression(tokenizer: PreTrainedTokenizerFast) -> None:
+    encoded, head = labelled_text(columns(label=[0.5, 1.0]), tokenizer)
+    assert head == {"num_labels": 1, "problem_type": "regression"}
+    assert encoded["train"]["labels"] == [0.5, 1.0]
 
 
 def test_texts_without_labels_are_encoded_as_labelled_ones(

@@ -189,6 +189,7 @@ class LaplaceConfig(MethodConfig):
             ends_at_map=True,
             predicts_linearised=True,
             fits_prior=self.fit_prior is not None,
+            fits_noise=self.fit_noise,
             on_energy=self.spec.on_energy,
             spread_advice="num_samples=None and structure='kronecker' or 'full'",
         )

@@ -230,6 +230,10 @@ class MemberNumbers(MemberPredictive):
         epistemic = group.mean((widened(logits) - self.logits).square())
         self.parts = Deviations((epistemic + likelihood.noise_std**2).sqrt(), epistemic.sqrt())._asdict()
 
+    def with_noise(self, noise_std: float) -> MemberNumbers:
+        """Return the prediction with another noise of the labels."""
+        return MemberNumbers(self.member_logits, Normal(noise_std), self.group)
+
     def below(self, labels: Tensor) -> Tensor:
         """Return [B, C] the predictive probability of numbers below the labels, mean_m Phi((y - f_m) / noise_std)."""
         residual = labels.to(self.logits).reshape(self.logits.shape) - widened(self.member_logits)
@@ -301,6 +305,10 @@ class GaussianNumbers(NumberPredictive):
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL, squared errors, deviations, and the share of labels within one predictive deviation."""
         return {"nll": self._nll(labels)} | number_statistics(self.logits, self.parts, labels)
+
+    def with_noise(self, noise_std: float) -> GaussianNumbers:
+        """Return the prediction with another noise of the labels."""
+        return GaussianNumbers(self.mean, self.covariance, Normal(noise_std))
 
     def below(self, labels: Tensor) -> Tensor:
         """Return [B, C] the predictive probability of numbers below the labels, a mean over the K Gaussians."""

@@ -24,6 +24,24 @@ CHECKED_ROWS = 64
 """The rows of a batch that are checked at once."""
 
 
+def reason_without_rows(host: TrainerHost) -> str | None:
+    """Return, in words, why nothing can be fitted to a trainer's held-out rows; None if it can."""
+    if host.args.private_rows:
+        return "private_rows keeps the rows of every process apart"
+    if host.eval_dataset is None:
+        return "there is no eval_dataset"
+    if heldout_name(host.eval_dataset) is None:
+        return f"eval_dataset has several sets ({', '.join(map(str, host.eval_sets))}) and none is named 'heldout'"
+    if is_stream(HeldOutData(host).rows):
+        return "eval_dataset is a stream, whose rows have no numbers"
+    return None
+
+
+def evenly_spread(count: int, most: int) -> list[int]:
+    """Return the numbers of at most ``most`` of ``count`` rows, evenly spread."""
+    return [number * count // min(count, most) for number in range(min(count, most))]
+
+
 class HeldOutData:
     """Held-out rows, in batches of an evaluation."""
 
