@@ -170,8 +170,8 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
             if not several and not all(float(value).is_integer() for value in found if math.isfinite(value)):
                 return NUMBERS
             raise ValueError(
-                f"the column {column!r} holds fractions such as 1.0, expected classes: integers or strings. (In a table "
-                "with empty cells all integers become fractions.) To predict one number for each text set regression"
+                f"the column {column!r} holds fractions such as 1.0, expected classes: integers or strings. (A table "
+                "with empty cells has fractions in place of integers.) To predict one number for a text set regression"
             )
         index = {value: number for number, value in enumerate(sorted(found))}
         names = [str(value) for value in index]

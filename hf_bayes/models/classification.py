@@ -91,8 +91,8 @@ class BayesianClassifier(BayesianModel):
             if noise_std is None or not noise_std > 0:
                 raise ValueError(
                     "a regression head needs noise_std > 0, the standard deviation of its labels' noise, got "
-                    f"{noise_std}: give noise_std; for a trainer, args=BayesianTrainingArguments(noise_std=...). A trainer "
-                    "without likelihood= learns it from eval_dataset"
+                    f"{noise_std}: give noise_std; for a trainer, args=BayesianTrainingArguments(noise_std=...). "
+                    "Without likelihood=, a trainer learns it from eval_dataset"
                 )
             return Normal(noise_std)
         refuse_noise_std(noise_std, f"a {problem or 'classification'} head")

@@ -1,4 +1,4 @@
-"""A MAP estimate: the point estimate with which a posterior is compared."""
+"""A MAP estimate: the point estimate with which a posterior is compared, or which shows the noise of labels."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def map_estimate(
     *,
     learning_rate: float,
     num_updates: int,
+    title: str = "MAP estimate",
     progress: bool = False,
 ) -> Tensor:
     """Return the MAP estimate that an optimiser finds from ``theta``. Its step size falls linearly to 0.
@@ -34,6 +35,7 @@ def map_estimate(
         updates: the batches of each update, at least ``num_updates`` of them.
         learning_rate: the step size of the first update.
         num_updates: the number of updates.
+        title: the title of the progress bar.
         progress: show a progress bar.
     Returns:
         The estimate [1, d].
@@ -41,7 +43,7 @@ def map_estimate(
         FloatingPointError: if the optimiser diverges.
     """
     run = Run(rule, objective, theta, (), problem)
-    steps = tqdm(range(num_updates), desc="MAP estimate, for comparison", disable=not progress, leave=False)
+    steps = tqdm(range(num_updates), desc=title, disable=not progress, leave=False)
     for step, batches in zip(steps, updates, strict=False):
         run.update(batches, learning_rate * (1 - step / num_updates))
     return run.theta

@@ -26,11 +26,12 @@ from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
 from hf_bayes.objectives.starting import start_run
 from hf_bayes.posteriors.tasks import TASKS
+from hf_bayes.training.adamw_estimate import adamw_estimate
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.data.varying import rows_vary
-from hf_bayes.training.label_noise import LabelNoise, settling_update
+from hf_bayes.training.label_noise import LabelNoise, needs_pilot
 from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.reports.own_choices import has_choices, report_ladder, report_step_size
 from hf_bayes.training.setup import Setup
@@ -101,6 +102,8 @@ class ActiveRun:
         samples = rows.method.temperature > 0
         self.rows_vary = samples and rows.stream is None and rows_vary(*rows.data())
         self._start(found_rate)
+        if self.noise is not None and noise_std is None and needs_pilot(self.method):
+            self._measure_noise_near_mode(self.noise)
 
     def _start(self, found_rate: float | None) -> None:
         """Make the chains, with noise and rows of this run."""
@@ -145,6 +148,17 @@ class ActiveRun:
             probe_steps=args.probe_steps,
         )
         self.show_chains()
+
+    def _measure_noise_near_mode(self, noise: LabelNoise) -> None:
+        """Measure the noise of a regression at a short MAP estimate, which takes a tenth of the run's gradients."""
+        steps = self.problem.num_steps
+        count = min(steps, -(-steps * self.method.num_chains // 10))
+        found = adamw_estimate(
+            self.host, self.setup, self.rows, self.method, self.setup.start[None], self.problem, num_updates=count,
+            title="noise of the labels",
+        )  # fmt: skip
+        with self.setup.model.showing(found):
+            noise.measure()
 
     @property
     def number(self) -> int:
@@ -213,7 +227,7 @@ class ActiveRun:
         if not is_last:
             return torch.zeros((), device=self.host.args.device)
         batches, self._pending = self._pending, []
-        if self.noise is not None and self.run.num_updates == settling_update(self.method, self.problem):
+        if self.noise is not None and 0 < self.run.num_updates == self.method.num_warm_start_steps:
             self.noise.measure()
         record = self.run.update(batches, learning_rate)
         self.monitor.observe(record)

@@ -6,8 +6,9 @@ to three moments:
 
 1. Before the first update: the root mean square of the residuals. For a new head this is nearly the spread of the
    labels.
-2. Where the chains have come near a mode: at the end of a warm start by AdamW, in the middle of another burn-in, or
-   before a Gaussian is fitted. Optimisers keep the first value, since it only changes the weight of their prior.
+2. Near a mode: at the end of a warm start by AdamW, before a Gaussian is fitted around a mode, or, where a method has
+   neither, at the end of a short MAP estimate. Optimisers keep the first value, which only changes the weight of their
+   prior.
 3. At the end: the sigma with the smallest NLL of the predictions (``metrics.noise_fit``). Predictions use it, and the
    posterior stores it as its ``noise_std``.
 
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.types import Problem
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.metrics.noise_fit import FACTORS, MIN_LABELS, NoiseFit, fit_noise
 from hf_bayes.models.base import BayesianModel
@@ -118,12 +118,14 @@ class LabelNoise:
         return torch.cat(found).double()
 
 
-def settling_update(method: MethodConfig, problem: Problem) -> int | None:
-    """Return the update before which the noise of a run is measured again; None if it is not."""
-    if method.num_warm_start_steps:
-        return method.num_warm_start_steps
-    samples = method.temperature > 0 and not method.requirements.ends_in_gaussian
-    return problem.burn_in // 2 if samples and problem.burn_in > 1 else None
+def needs_pilot(method: MethodConfig) -> bool:
+    """Return whether a short MAP estimate has to show the noise, because the chains of the run itself are at no mode.
+
+    A warm start by AdamW ends near one, and so do the updates before a final pass. A method at T = 0 weighs only its
+    prior by the noise.
+    """
+    needs = method.requirements
+    return method.temperature > 0 and not method.num_warm_start_steps and not needs.final_pass
 
 
 def require_labels(host: TrainerHost, model: BayesianModel) -> None:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.members.evaluation_mode import evaluating
-from hf_bayes.methods.registry import adamw_rule
-from hf_bayes.objectives.map_estimate import map_estimate
-from hf_bayes.objectives.model_objective import ModelObjective
-from hf_bayes.objectives.passes import member_passes
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.adamw_estimate import adamw_estimate
 from hf_bayes.training.trainer_host import TrainerHost
 
 
@@ -34,28 +30,11 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
         return start
     count = args.map_updates if args.map_updates is not None else -(-steps * method.num_chains // 10)
     count = min(count, steps)
-    passes = member_passes(
-        setup.model,
-        mesh=setup.mesh,
-        chains=range(1),
-        seed=args.seed,
-        members_per_pass=args.members_per_pass,
-        context=active.host.autocast,
-        prepare=active.host.prepare,
-    )
-    energy = active.energy
     try:
-        with evaluating(setup.model):
-            return map_estimate(
-                adamw_rule(energy, prior_weight=method.prior_weight),
-                ModelObjective(passes, active.rows.scale),
-                start,
-                energy,
-                active.rows.shared_updates(),
-                learning_rate=method.adamw_learning_rate,
-                num_updates=count,
-                progress=not args.disable_tqdm and active.host.is_first_process,
-            )
+        return adamw_estimate(
+            active.host, setup, active.rows, method, start, active.energy, num_updates=count,
+            title="MAP estimate, for comparison",
+        )  # fmt: skip
     except FloatingPointError as error:  # a comparison that fails must not lose a finished run
         active.host.warn("the MAP estimate for comparison diverged and is left out: %s", error)
         return None

@@ -104,7 +104,7 @@ def test_a_number_that_is_missing_or_not_finite_is_refused(
 
 
 def test_words_are_no_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"label '4', expected a finite number: .* leave noise_std out for classes"):
+    with pytest.raises(ValueError, match=r"label '4', expected a finite number: .* make classes integers or strings"):
         labelled_text(columns(label=["4", "5"]), tokenizer, numbers=True)
 
 
@@ -138,7 +138,7 @@ def test_text_pairs_are_encoded_together_with_token_types() -> None:
     [
         (["a", "a"], "two classes or more"),
         ([[], []], "two classes or more"),
-        ([2.0, 1.0], "integers or strings. .* To predict one number for each text set regression"),
+        ([2.0, 1.0], "integers or strings. .* To predict one number for a text set regression"),
         ([[0.5], [1.0]], "integers or strings"),
     ],
 )

@@ -292,7 +292,7 @@ FAULTS = (
     Fault("the comparison with the MAP estimate ignores its error", "training/map_comparison.py",
           "abs(nll - map_nll) <= 2 * std_error", "abs(nll - map_nll) <= 0 * std_error",
           ("training/test_map_comparison.py::test_a_difference_within_two_standard_errors_is_not_told",)),
-    Fault("the MAP estimate has another weight of the prior than the chains", "training/map_comparison.py",
+    Fault("the MAP estimate has another weight of the prior than the chains", "training/adamw_estimate.py",
           "adamw_rule(energy, prior_weight=method.prior_weight)", "adamw_rule(energy)",
           ("training/test_map_comparison.py::test_a_map_estimate_is_of_the_energy_of_the_run",)),
     Fault("a trainer changes the arguments of its caller", "training/trainer.py",

@@ -12,7 +12,7 @@ from hf_bayes.core.types import Evaluation
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.training import map_comparison
+from hf_bayes.training import adamw_estimate
 from hf_bayes.training.map_comparison import compare, map_of_run
 from hf_bayes.training.trainer_host import TrainerHost
 from tests import runs
@@ -74,7 +74,7 @@ def test_a_map_estimate_has_the_prior_of_the_chosen_rung(tmp_path, monkeypatch):
 def _given_to_map_estimate(trainer, monkeypatch):
     """Return the rule and the problem that the comparison optimises with."""
     given = []
-    monkeypatch.setattr(map_comparison, "map_estimate", lambda *args, **_: given.append(args))
+    monkeypatch.setattr(adamw_estimate, "map_estimate", lambda *args, **_: given.append(args))
     map_of_run(trainer.posterior, trainer.active)
     rule, _, _, problem, _ = given[0]
     return rule, problem
@@ -82,7 +82,7 @@ def _given_to_map_estimate(trainer, monkeypatch):
 
 def test_after_an_early_stop_it_is_as_long_as_that_run(tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(map_comparison, "map_estimate", lambda *_, num_updates, **__: given.append(num_updates))
+    monkeypatch.setattr(adamw_estimate, "map_estimate", lambda *_, num_updates, **__: given.append(num_updates))
     for planned in (1000, 20):
         run = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), max_steps=planned, callbacks=[StopAfter(20)])
         run.train()
