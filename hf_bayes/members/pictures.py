@@ -38,10 +38,12 @@ def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tens
     num_images, num_rows = len(pixels), len(placeholders)
     patches = torch.ones(num_images, dtype=torch.long) if grid is None else grid.prod(-1).cpu()
     placeholders, index = placeholders.cpu(), index.cpu()
-    if grid is None and num_images == num_rows and bool((placeholders > 0).all()):
+    if num_rows == 1:
+        owners = torch.zeros(num_images, dtype=torch.long)
+    elif grid is None and num_images == num_rows and bool((placeholders > 0).all()):
         owners = torch.arange(num_rows)  # one image per row
     else:
-        owners = _owners(patches, placeholders)
+        owners = _owners(patches if grid is not None else _areas(pictures, num_images, num_rows), placeholders)
         # five dimensions: rows may be padded to the largest number of images of a row
         if grid is None and num_images == num_rows and pixels.ndim == 5:
             raise ValueError(_unknown(num_images, num_rows))
@@ -57,19 +59,34 @@ def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tens
     return found
 
 
-def _owners(patches: Tensor, placeholders: Tensor) -> Tensor:
+def _areas(pictures: dict[str, Tensor], num_images: int, num_rows: int) -> Tensor:
+    """Return [images], in any unit, the areas of images that have no grid; 1 if all have the same size.
+
+    Raises:
+        ValueError: if the images have several sizes, and each consists of several crops: the number of tokens of an
+            image is then not proportional to its area.
+    """
+    sizes = next((pictures[name] for name in ("image_sizes", "spatial_shapes") if name in pictures), None)
+    if sizes is None or bool((sizes == sizes[:1]).all()):
+        return torch.ones(num_images, dtype=torch.long)
+    if "pixel_values" in pictures and pictures["pixel_values"].ndim == 5:
+        raise ValueError(_unknown(num_images, num_rows))
+    return sizes.long().prod(-1).cpu()
+
+
+def _owners(areas: Tensor, placeholders: Tensor) -> Tensor:
     """Return the row of each image, [images].
 
-    The number of placeholders of an image is proportional to its number of patches.
+    The number of placeholders of an image is proportional to its area, such as its number of patches.
     """
-    total, held = int(patches.sum()), int(placeholders.sum())
-    tokens = patches * held
+    total, held = int(areas.sum()), int(placeholders.sum())
+    tokens = areas * held
     if total == 0 or bool((tokens % total).any()):
-        raise ValueError(_unknown(len(patches), len(placeholders)))
+        raise ValueError(_unknown(len(areas), len(placeholders)))
     tokens = tokens // total
     owners = torch.searchsorted(placeholders.cumsum(0), tokens.cumsum(0)).clamp_max(len(placeholders) - 1)
     if not torch.equal(torch.zeros_like(placeholders).index_add_(0, owners, tokens), placeholders):
-        raise ValueError(_unknown(len(patches), len(placeholders)))
+        raise ValueError(_unknown(len(areas), len(placeholders)))
     return owners
 
 

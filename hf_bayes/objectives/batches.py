@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -138,20 +138,32 @@ class WholeUpdates(IterableDataset[Any]):
         loader: the loader of a pass, without short batches. Its data set gets the number of each pass (``set_epoch``).
         accumulation: the number of micro-batches of an update.
         name: the name of the data set in messages, with its type.
+        before_update: called with the number of an update, from 0, before its rows are read; once more if the pass ends
+            before the update is whole.
     Raises:
         ValueError: if a pass has fewer rows than an update.
     """
 
-    def __init__(self, loader: DataLoader[Any], accumulation: int, *, name: str) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        accumulation: int,
+        *,
+        name: str,
+        before_update: Callable[[int], None] | None = None,
+    ) -> None:
         self.loader, self.accumulation, self.name = loader, accumulation, name
+        self.before_update = before_update or (lambda number: None)
 
     def __iter__(self) -> Iterator[Any]:
+        total = 0
         for number in itertools.count():
             self.loader.dataset.set_epoch(number)  # type: ignore[attr-defined]
             batches, found = iter(self.loader), 0
-            while len(update := list(itertools.islice(batches, self.accumulation))) == self.accumulation:
+            while len(update := self._read(batches, total + found)) == self.accumulation:
                 found += 1
                 yield from update
+            total += found
             if found == 0:
                 raise ValueError(
                     f"pass {number + 1} over {self.name} ended after {len(update)} batches of "
@@ -159,3 +171,8 @@ class WholeUpdates(IterableDataset[Any]):
                     f"{self.accumulation}. Lower per_device_train_batch_size or gradient_accumulation_steps, or give "
                     "it more rows; a stream must begin again whenever it is iterated over"
                 )
+
+    def _read(self, batches: Iterator[Any], number: int) -> list[Any]:
+        """Return the next micro-batches, for this update; fewer at the end of a pass."""
+        self.before_update(number)
+        return list(itertools.islice(batches, self.accumulation))

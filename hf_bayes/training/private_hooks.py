@@ -61,11 +61,20 @@ class PrivateHooks(_Host):
         """Load the states of the generators once.
 
         In the middle of an epoch Trainer does so after it has fetched the rows of the first update. A collator that
-        draws random numbers needs them before (``get_batch_samples``).
+        draws random numbers needs them before (``restore_generators``).
         """
         if self.resumed_from is not None:
             self.resumed_from = None
             super()._load_rng_state(checkpoint)
+
+    def restore_generators(self, update: int) -> None:
+        """Load the states of the generators, if this is the first update after the checkpoint.
+
+        Args:
+            update: the number of the update, from 0, whose rows are read next.
+        """
+        if update == self.state.global_step:
+            self._load_rng_state(self.resumed_from)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
         """Return None: the norm over all chains together means nothing, and theta holds no gradient."""

@@ -165,15 +165,16 @@ class BayesianTrainerMixin(PrivateHooks):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return rows by chain, with no sampler of Trainer's, and not sharded by accelerate."""
-        return required(self.rows, "training needs a train_dataset").start_loader()
+        rows = required(self.rows, "training needs a train_dataset")
+        return rows.start_loader(before_update=self.restore_generators)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Return the micro-batches of an update; the objective counts their likelihood terms."""
         rows = required(self.rows)
-        if rows.stream is None and self.resumed_from is not None:
-            self._load_rng_state(self.resumed_from)  # no row is skipped here by reading it, as in a stream
+        if rows.stream is None:  # a stream does so itself, after it has read the rows to skip
+            self._load_rng_state(self.resumed_from)
         return rows.take(epoch_iterator, num_batches), None
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -195,7 +196,7 @@ class BayesianTrainerMixin(PrivateHooks):
         with self.outcome.predicting():
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None and self.outcome.posterior is not None and not args and not kwargs:
-            self.outcome.keep_evaluation(metrics)
+            self.outcome.keep_evaluation()
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:

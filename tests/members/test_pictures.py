@@ -18,6 +18,40 @@ def test_images_follow_their_rows_by_placeholders() -> None:
     assert found["image_grid_thw"].tolist() == [[1, 4, 2], [1, 4, 2], [1, 2, 2]]
 
 
+@pytest.mark.parametrize("name", ["image_sizes", "spatial_shapes"])
+def test_images_of_several_sizes_follow_their_rows(name: str) -> None:
+    """The rows hold the images [0], [1, 2] and [3], of 6, 2, 1 and 3 tokens."""
+    sizes = torch.tensor([[8, 12], [4, 8], [4, 4], [4, 12]])
+    pictures = {"pixel_values": torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 12), name: sizes}
+    for row, own in enumerate([[0], [1, 2], [3]]):
+        found = take_pictures(pictures, torch.tensor([6, 3, 3]), torch.tensor([row]))
+        assert found["pixel_values"][:, 0, 0, 0].tolist() == own
+        assert torch.equal(found[name], sizes[own])
+
+
+@pytest.mark.parametrize("kind", ["crops", "newline tokens"])
+def test_sizes_that_do_not_give_the_tokens_are_refused(kind: str) -> None:
+    """An image in several crops, or with a token after each line, has other tokens than those of its area."""
+    sizes = torch.tensor([[8, 12], [4, 8], [4, 4], [4, 12]])
+    pixels = torch.zeros((4, 2, 3, 8, 12) if kind == "crops" else (4, 3, 8, 12))
+    placeholders = torch.tensor([6, 3, 3] if kind == "crops" else [8, 5, 4])
+    with pytest.raises(ValueError, match=r"3 rows has 4 images.* give each row one image"):
+        take_pictures({"pixel_values": pixels, "image_sizes": sizes}, placeholders, torch.tensor([0]))
+
+
+def test_images_of_one_size_have_equally_many_tokens() -> None:
+    """Whatever the model makes of this size: crops, or tokens between lines."""
+    pictures = {"pixel_values": torch.arange(3.0).view(3, 1, 1, 1, 1), "image_sizes": torch.tensor([[8, 12]] * 3)}
+    found = take_pictures(pictures, torch.tensor([10, 5]), torch.tensor([1]))
+    assert found["pixel_values"].flatten().tolist() == [2]
+
+
+def test_the_only_row_has_all_images() -> None:
+    pictures = {"pixel_values": torch.arange(2.0).view(2, 1, 1, 1, 1), "image_sizes": torch.tensor([[8, 8], [4, 8]])}
+    found = take_pictures(pictures, torch.tensor([7]), torch.tensor([0, 0]))
+    assert found["pixel_values"].flatten().tolist() == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("placeholders", [[5, 1, 0], [12, 0, 0]], ids=["uneven", "padded lists of images"])
 def test_images_of_unknown_rows_are_refused(placeholders: list[int]) -> None:
     pixels = torch.zeros((3, 2, 3, 8, 8))

@@ -153,6 +153,16 @@ def test_rows_of_a_stream_update_do_not_depend_on_batch_sizes(size, accumulation
         assert sorted(itertools.chain(*update)) == list(range(first, first + 6))
 
 
+def test_a_stream_says_which_update_it_reads_next():
+    """A pass of five batches has two updates, and the begin of a third that the next pass makes."""
+    loader = DataLoader(IterableDatasetShard(range(10), batch_size=2), batch_size=2)
+    seen: list[int] = []
+    updates = iter(WholeUpdates(loader, 2, name="rows", before_update=seen.append))
+    for number, expected in enumerate(([0], [0, 1], [0, 1, 2, 2], [0, 1, 2, 2, 3], [0, 1, 2, 2, 3, 4, 4])):
+        assert len(list(itertools.islice(updates, 2))) == 2, number
+        assert seen == expected
+
+
 def test_full_passes_of_several_processes_hold_all_rows_once():
     parts = [list(FullPasses(10, batch_size=2, data_rank=rank, data_size=3)) for rank in range(3)]
     assert {len(part) for part in parts} == {2}

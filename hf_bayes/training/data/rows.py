@@ -25,6 +25,7 @@ from hf_bayes.objectives.private_rows import PrivateRows
 from hf_bayes.training.checks.rows import meet, refuse_other_rows, require_batches, require_training_rows
 from hf_bayes.training.data.fingerprint import describe_rows, fingerprint_rows
 from hf_bayes.training.data.streams import Stream
+from hf_bayes.training.data.workers import NumberedBatches, SeededRows
 from hf_bayes.training.trainer_host import TrainerHost
 
 
@@ -169,9 +170,14 @@ class TrainingRows:
         if self.stream is not None:
             return self.stream.loader(collate)
         args, chains = self.host.args, None if shared_rows or self.shared else self.mesh.chains
+        batches: Any = self._batches(chains)
+        if args.dataloader_num_workers > 0:
+            first = "shared" if chains is None else chains.start
+            dataset = SeededRows(dataset, self._seed, "workers", first, self.mesh.data_rank)
+            batches = NumberedBatches(batches)
         return DataLoader(
             dataset,
-            batch_sampler=self._batches(chains),
+            batch_sampler=batches,
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
@@ -179,11 +185,16 @@ class TrainingRows:
             persistent_workers=args.dataloader_persistent_workers,
         )
 
-    def start_loader(self) -> DataLoader[Any]:
-        """Return the batches of a run, from its beginning."""
-        if self.stream is not None:
-            self.stream.keep_first()
-        return self.loader()
+    def start_loader(self, before_update: Callable[[int], None] | None = None) -> DataLoader[Any]:
+        """Return the batches of a run, from its beginning.
+
+        Args:
+            before_update: called with the number of an update, from 0, before its rows are read from a stream.
+        """
+        if self.stream is None:
+            return self.loader()
+        self.stream.keep_first()
+        return self.stream.loader(self.data()[1], before_update)
 
     def take(self, batches: Iterator[Any], count: int) -> list[Any]:
         """Return the next micro-batches. Micro-batches of a stream are checked here."""
@@ -196,7 +207,7 @@ class TrainingRows:
     def _batches(self, chains: range | None) -> ChainBatches | FullPasses:
         args, num_rows = self.host.args, len(self.host.train_dataset)
         share: dict[str, Any] = {"data_rank": self.mesh.data_rank, "data_size": self.mesh.data_size}
-        seed = self.seed_of_run(args.seed if args.data_seed is None else args.data_seed)
+        seed = self._seed
         if self.requirements.all_data_in_every_update:
             return FullPasses(num_rows, batch_size=args.per_device_train_batch_size, **share)
         if self.private is not None:  # epochs are those of all rows, so that they end together
@@ -213,6 +224,12 @@ class TrainingRows:
             **share,
         )
 
+    @property
+    def _seed(self) -> int:
+        """The seed of the rows of the current run."""
+        args = self.host.args
+        return self.seed_of_run(args.seed if args.data_seed is None else args.data_seed)
+
     def seed_of_run(self, seed: int) -> int:
         """Return the seed of the current run.
 
@@ -225,7 +242,7 @@ class TrainingRows:
         """Yield the batches of each update without end; all chains get the same ones."""
         loader, accumulation = self.loader(shared_rows=True), self.host.args.gradient_accumulation_steps
         for epoch in itertools.count():
-            if isinstance(loader.batch_sampler, (ChainBatches, FullPasses)):
+            if isinstance(loader.batch_sampler, (ChainBatches, FullPasses, NumberedBatches)):
                 loader.batch_sampler.set_epoch(epoch)
             batches = iter(loader)
             while update := list(itertools.islice(batches, accumulation)):

@@ -27,11 +27,17 @@ class Stream:
         self.host, self.model, self.mesh = host, model, mesh
         self._first: dict[str, Any] | None = None
 
-    def loader(self, collate: Callable[..., Any]) -> DataLoader[Any]:
+    def loader(
+        self, collate: Callable[..., Any], before_update: Callable[[int], None] | None = None
+    ) -> DataLoader[Any]:
         """Return the batches of whole updates, pass after pass.
 
         Workers start again with every pass. A persistent worker keeps its own copy of the data set, and would repeat
         the first pass.
+
+        Args:
+            collate: the collator.
+            before_update: see ``WholeUpdates``.
         """
         args = self.host.args
         seed = args.seed if args.data_seed is None else args.data_seed
@@ -46,7 +52,7 @@ class Stream:
             prefetch_factor=args.dataloader_prefetch_factor,
         )
         # Trainer skips items of a loader's data set when it resumes
-        updates = WholeUpdates(one_pass, args.gradient_accumulation_steps, name=self._name)
+        updates = WholeUpdates(one_pass, args.gradient_accumulation_steps, name=self._name, before_update=before_update)
         return DataLoader(updates, batch_size=None, collate_fn=_as_it_is)
 
     def first(self) -> dict[str, Any]:
