@@ -16,6 +16,7 @@ class Command(NamedTuple):
         first: the field that a first word without a flag is the value of.
         continuing: a function of the same objects as ``run`` that returns how to continue an interrupted run, in a
             sentence; None if there is nothing to continue.
+        unused: the training arguments that the command refuses or does not use, which its help does not list.
     """
 
     run: Callable[..., Any]
@@ -23,3 +24,4 @@ class Command(NamedTuple):
     example: str
     first: str | None = None
     continuing: Callable[..., str] | None = None
+    unused: frozenset[str] = frozenset()

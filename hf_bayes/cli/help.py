@@ -69,7 +69,7 @@ def help_text(name: str, command: Command, *, everything: bool = False) -> str:
 
     Args:
         everything: True lists all arguments with all their words. False lists our arguments and ``COMMON``, a line for
-            each. Arguments that a run would refuse are in neither.
+            each. Arguments that a run would refuse, or the command does not use, are in neither.
     """
     first = "FILE" if command.first is None else f"{command.first.upper()} | FILE"
     lines = [
@@ -102,9 +102,11 @@ def _groups(command: Command, *, everything: bool) -> Iterator[tuple[str, list[E
             continue
         from hf_bayes.training.checks.arguments import REFUSED  # it imports torch and transformers
 
-        others = [entry for entry in entries if entry not in own and entry[0].name not in REFUSED]
+        listed = [entry for entry in entries if entry[0].name not in REFUSED | command.unused]
+        own = [entry for entry in own if entry in listed]
+        others = [entry for entry in listed if entry not in own]
         if everything:
-            yield "training", [entry for entry in own if entry[0].name not in REFUSED]
+            yield "training", own
             yield "training, by transformers", others
         else:
             yield "training", _renamed(own, OWN)

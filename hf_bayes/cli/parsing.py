@@ -23,13 +23,72 @@ from hf_bayes.posteriors.storage.json_types import as_list
 _CONFIG_FILES = (".yaml", ".yml", ".json")
 
 
+_TAG = "tag:yaml.org,2002:"
+
+
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 1e-4 as a number. YAML 1.1 reads it as a string."""
+    """A YAML loader that keeps the values of fields as they are written, for the parser of the field.
+
+    YAML 1.1 reads 1e-4 as a text, 010 as 8 and 2020-01-01 as a date. In the mapping that is the value of a field, they
+    are a number, 10 and a text here. A key that stands twice in a mapping is refused.
+    """
+
+    def fields(self) -> Any:
+        """Return the content of the file: the values of a mapping are texts, lists of texts, mappings or None."""
+        root = self.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            return None if root is None else self.construct_document(root)
+        self._refuse_repeated(root)
+        self.flatten_mapping(root)  # "<<" gives fields of another mapping, before the fields that replace them
+        pairs = [[self.construct_object(_as_written(node), deep=True) for node in pair] for pair in root.value]
+        return {str(name): value for name, value in pairs}
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping within the file."""
+        self._refuse_repeated(node)
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: Any) -> int:
+        """Return a decimal number."""
+        return int(self.construct_scalar(node))
+
+    def _refuse_repeated(self, node: Any) -> None:
+        """Refuse a key that stands twice. YAML would take the last value."""
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge"):
+            if key.value in seen:
+                problem = f"{key.value!r} is there twice: leave one out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
 
 
+_Loader.yaml_implicit_resolvers = {  # without dates, and with other integers
+    first: [(tag, pattern) for tag, pattern in pairs if tag not in (f"{_TAG}timestamp", f"{_TAG}int")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
+    f"{_TAG}float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
+_Loader.add_implicit_resolver(f"{_TAG}int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789"))
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
+
+
+def _as_written(node: Any) -> Any:
+    """Return a node whose numbers and truth values are texts. An anchor may have this node elsewhere, too."""
+    if isinstance(node, yaml.SequenceNode):
+        return yaml.SequenceNode(node.tag, [_as_written(each) for each in node.value], node.start_mark, node.end_mark)
+    if isinstance(node, yaml.ScalarNode) and node.tag in (f"{_TAG}bool", f"{_TAG}int", f"{_TAG}float"):
+        return yaml.ScalarNode(f"{_TAG}str", node.value, node.start_mark, node.end_mark)
+    return node
+
+
+def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping of JSON, without a key that stands twice. JSON would take the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice: leave one out")
+    return found
 
 
 class _Parser(HfArgumentParser):
@@ -52,7 +111,7 @@ def parse_arguments(*types: Any, arguments: Sequence[str] | None = None, first: 
         ValueError: for a file that is not a mapping, a field that no dataclass has, or a value of another type.
         OSError: for a file that cannot be read.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = [part for word in (sys.argv[1:] if arguments is None else arguments) for part in _split(word)]
     if given and not given[0].startswith("-"):
         if Path(given[0]).suffix in _CONFIG_FILES:
             given = ["--config", *given]
@@ -63,6 +122,8 @@ def parse_arguments(*types: Any, arguments: Sequence[str] | None = None, first: 
         if place + 1 == len(given):
             raise ValueError("--config needs a file")
         file = given[place + 1]
+        if "--config" in given[place + 1 :]:
+            raise ValueError("--config is there twice: put all fields in one file")
         # The file comes before the flags, because argparse takes the last of two equal flags.
         given = [*_as_flags(_read(file), types, where=file), *given[:place], *given[place + 2 :]]
     try:
@@ -108,11 +169,19 @@ def check_count(flag: str, value: int | None, counts: str) -> None:
         raise ValueError(f"--{flag} must be at least 1, got {value}: it counts {counts}")
 
 
+def _split(word: str) -> list[str]:
+    """Return ``--config=FILE`` as two words, and any other word as it is."""
+    return word.split("=", 1) if word.startswith("--config=") else [word]
+
+
 def _read(file: str) -> dict[str, Any]:
     text = read_text(file)
     try:
-        content = json.loads(text) if file.endswith(".json") else yaml.load(text, _Loader)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        if file.endswith(".json"):
+            content = json.loads(text, object_pairs_hook=_without_repeated)
+        else:
+            content = _Loader(text).fields()
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         found = "nothing" if content is None else type(content).__name__
@@ -141,6 +210,17 @@ def _as_flags(values: dict[str, Any], types: tuple[Any, ...], *, where: str) -> 
             continue
         if isinstance(value, list) and name not in several:
             raise ValueError(f"{where}: {name} takes one value, got the list {value}: give one of them")
-        items = as_list(value)
-        flags += [f"--{name}", *(json.dumps(i) if isinstance(i, (dict, bool)) else str(i) for i in items)]
+        flags += [f"--{name}", *(_as_word(item, f"{where}: {name}") for item in as_list(value))]
     return flags
+
+
+def _as_word(value: Any, where: str) -> str:
+    """Return a value as a word of the command line."""
+    if value is None:
+        raise ValueError(f"{where} has a list with null: leave it out")
+    if not isinstance(value, (dict, list, bool)):
+        return str(value)
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise ValueError(f"{where} has a value that JSON does not have ({error}): write a text or a number") from error

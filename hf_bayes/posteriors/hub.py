@@ -74,7 +74,8 @@ def fetch(source: str | os.PathLike[str], *, patterns: Sequence[str], **location
     Raises:
         TypeError: for an unknown setting.
         OSError: if there is neither a directory nor a repository.
-        ValueError: if ``source`` is no text or path, or ``subfolder`` leads out of the directory.
+        ValueError: if ``source`` is no text or path, ``subfolder`` leads out of the directory, or a directory has a
+            revision.
     """
     if not is_place(source):
         advice = ": give its .posterior" if hasattr(type(source), "posterior") else ""  # a trainer without a run raises
@@ -88,6 +89,11 @@ def fetch(source: str | os.PathLike[str], *, patterns: Sequence[str], **location
     path = Path(source)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{source} is a file: give the directory of the posterior")
+    if path.exists() and revision not in (None, "main"):  # "main" is the default of other libraries
+        raise ValueError(
+            f"revision={revision!r} is for a repository of the Hub, and {source} is a folder here: leave it out, or "
+            "give the id of the repository"
+        )
     if not path.exists():
         path = _download(str(source), patterns=patterns, folder="/".join(parts), revision=revision, **download)
     path = path.joinpath(*parts)
@@ -197,7 +203,7 @@ def is_local(name: str | None) -> bool:
     """Return whether the name of a base model is a path on this computer rather than a repository id."""
     if not name:
         return False
-    return name.startswith((".", "~", "/")) or "\\" in name or name.count("/") > 1 or Path(name).is_dir()
+    return name.startswith((".", "~", "/")) or "\\" in name or name.count("/") > 1 or os.path.isdir(name)
 
 
 def _download(source: str, *, patterns: Sequence[str], folder: str, **download: Any) -> Path:

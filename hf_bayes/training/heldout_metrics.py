@@ -24,27 +24,24 @@ class HeldOutEvaluation(NamedTuple):
     """An evaluation of the finished posterior on the trainer's own eval_dataset.
 
     Attributes:
-        metrics: the metrics that ``evaluate`` has returned, by name with its prefix.
         evaluations: the evaluation of each data set, by metric prefix.
         limit: the limit of an infinite ensemble; None if the approximation is not draws.
     """
 
-    metrics: dict[str, float]
     evaluations: dict[str, EvaluationResult]
     limit: dict[str, Any] | None
 
 
-def heldout_evaluation(posterior: Posterior, evaluator: Evaluator, metrics: dict[str, float]) -> HeldOutEvaluation:
+def heldout_evaluation(posterior: Posterior, evaluator: Evaluator) -> HeldOutEvaluation:
     """Return the evaluation that has just ended, with the limit of an infinite ensemble.
 
     Args:
         posterior: the posterior that was evaluated.
         evaluator: the evaluator, with the numbers of the evaluation.
-        metrics: the metrics that ``evaluate`` has returned.
     """
     mirrored = bool(posterior.config.diagnostics.get("mirrored"))
     limit = evaluator.ensemble_limit(evaluator.latest, posterior.approximation, mirrored=mirrored)
-    return HeldOutEvaluation(metrics, evaluator.last, limit)
+    return HeldOutEvaluation(evaluator.last, limit)
 
 
 def with_heldout_metrics(
@@ -61,9 +58,10 @@ def with_heldout_metrics(
         evaluator: the evaluator of the trainer, which holds the rows of the MAP estimate afterwards.
         heldout: the evaluation of the posterior.
     """
-    metrics = heldout.metrics
     sets = [f"{name}_" if name else "" for name in active.host.eval_sets]
-    if empty := [name for name in sets if f"eval_{name}nll" not in metrics]:
+    # the evaluator's own numbers: compute_metrics may return others under the same names
+    metrics = {name: heldout.evaluations[f"eval_{name}"[:-1]].metrics for name in sets}
+    if empty := [name for name in sets if "nll" not in metrics[name]]:
         active.host.warn(
             "no likelihood term in eval_dataset%s, so the posterior is saved without its metrics: it has no row "
             "(dataloader_drop_last leaves out a batch that is not full), no labels, or all of them are -100",
@@ -72,8 +70,7 @@ def with_heldout_metrics(
     sets = [name for name in sets if name not in empty]
     if not sets:
         return posterior
-    names = [name + metric for name in sets for metric in KEPT_METRICS]
-    found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
+    found = {name + kept: metrics[name][kept] for name in sets for kept in KEPT_METRICS if kept in metrics[name]}
     nlls = {name: found[f"{name}nll"] for name in sets}
     found |= _beside_map(posterior, active, evaluator, heldout, nlls)
     last, limit, trace = sets[-1], heldout.limit, posterior.trace  # the set that was evaluated last

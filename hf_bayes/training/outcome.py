@@ -99,13 +99,13 @@ class Outcome:
             return nullcontext()
         return predicting_as_loaded(self.setup.model, posterior)
 
-    def keep_evaluation(self, metrics: dict[str, float]) -> None:
-        """Store an evaluation of the posterior on the trainer's own eval_dataset, for the next save.
+    def keep_evaluation(self) -> None:
+        """Store the evaluation of the posterior on the trainer's own eval_dataset that has just ended, for a save.
 
-        Args:
-            metrics: the metrics that ``evaluate`` has returned.
+        The metrics that ``evaluate`` has returned are not used: ``compute_metrics`` may have put other numbers under
+        the names of the posterior's own.
         """
-        self.heldout = heldout_evaluation(required(self.posterior, NO_POSTERIOR), self.evaluator, metrics)
+        self.heldout = heldout_evaluation(required(self.posterior, NO_POSTERIOR), self.evaluator)
 
     def to_save(self, active: ActiveRun | None) -> Posterior:
         """Return the posterior with held-out metrics, if there is an eval_dataset, and the current tokenizer.
@@ -133,7 +133,8 @@ class Outcome:
         """Return the posterior with its held-out metrics. Evaluate it first if that was not done after the run."""
         if self.heldout is None:
             with self.predicting():
-                self.keep_evaluation(active.host.measure("eval"))
+                active.host.measure("eval")
+                self.keep_evaluation()
         assert self.heldout is not None
         return with_heldout_metrics(posterior, active, self.evaluator, self.heldout)
 

@@ -75,6 +75,8 @@ def write_files() -> None:
         "null.yaml": "model_name_or_path: null\n",
         "type.yaml": "learning_rate: fast\n",
         "several.yaml": "output_dir: [a, b]\n",
+        "twice.yaml": "seed: 1\nseed: 2\n",
+        "date.yaml": "config_overrides: {a: !!timestamp 2020-01-01}\n",
     }
     for name, text in texts.items():
         Path(name).write_text(text)
@@ -107,6 +109,8 @@ CALLS = [
     Call("train null.yaml", ("model_name_or_path cannot be null",)),
     Call("train type.yaml", ("--learning_rate", "invalid float value: 'fast'")),
     Call("train several.yaml", ("output_dir takes one value, got the list ['a', 'b']",)),
+    Call("train twice.yaml", ("twice.yaml cannot be read: 'seed' is there twice", "leave one out")),
+    Call(f"{TRAIN} --config=date.yaml", ("date.yaml: config_overrides has a value", "write a text or a number")),
     Call(f"{TRAIN} --learning_rat 1", ("'--learning_rat' is no argument", "did you mean --learning_rate?")),
     Call(f"{TRAIN} --learning_rate", ("--learning_rate", "expected one argument")),
     Call(f"{TRAIN} --bf16 maybe", ("--bf16", "got maybe")),
@@ -128,6 +132,7 @@ CALLS = [
     Call(f"{TRAIN} --logging_steps -1", ("logging_steps must be a number > 0, got -1", "logging_strategy='no'")),
     Call(f"{TRAIN} --save_steps 0", ("save_steps must be a number > 0, got 0", "save_strategy='no'")),
     Call(f"{TRAIN} --eval_strategy steps --eval_steps -3", ("eval_steps must be a number > 0, got -3",)),
+    Call(f"{TRAIN} --warmup_steps 5", ("warmup_steps=5 would be ignored", "Set 'constant_with_warmup' or 'linear'")),
     Call(f"{TRAIN} --max_steps -7", ("max_steps must be a number of updates, or -1", "got -7")),
     Call(f"{TRAIN} --dataloader_num_workers -1", ("dataloader_num_workers must be >= 0, got -1",)),
     Call(f"{TRAIN} --lr_scheduler_type zebra", ("zebra is not a valid SchedulerType", "'linear'")),
@@ -186,6 +191,9 @@ CALLS = [
     Call(f"{TUNE} --method sghmc", ("'--method' is no argument of this command",)),
     Call(f"{TUNE} --validation_fraction 0", ("compared on held-out rows", "--validation_file")),
     Call(f"{TUNE} --window 9", ("--window: not for --task classify, leave it out",)),
+    Call(f"{TUNE} --eval_strategy epoch", ("eval_strategy=epoch would be ignored", "Leave it out")),
+    Call(f"{TUNE} --resume_from_checkpoint nowhere", ("resume_from_checkpoint=nowhere would be", "Leave it out")),
+    Call(f"{TUNE} --push_to_hub true --hub_model_id 'a b'", ("upload to 'a b'", "set hub_model_id")),
     Call(f"{TUNE} --budget 0", ("--budget must be at least 1, got 0",)),
     # adapters and posteriors
     Call(BAYESIANISE.replace("adapter", "a_folder"), ("a_folder holds no adapter_config.json",)),

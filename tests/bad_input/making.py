@@ -23,6 +23,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import (
+    tiny_bert,
     tiny_llama,
     tiny_tokenizer,
     with_lora,
@@ -99,6 +100,18 @@ def frozen_adapter() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         with_lora(tiny_llama()).save_pretrained(folder)
         return PeftModel.from_pretrained(tiny_llama(), folder)
+
+
+def named_labels(names: Any) -> Any:
+    model = tiny_bert()
+    model.config.id2label = names
+    return with_lora(model)
+
+
+def base_named(name: str) -> Any:
+    model = tiny_llama()
+    model.config._name_or_path = name
+    return with_lora(model)
 
 
 def quantised_model() -> Any:

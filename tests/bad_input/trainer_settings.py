@@ -116,6 +116,19 @@ TRAINER_SETTINGS = [
         ("load_best_model_at_end is refused", "all of its draws", "Leave it out", "fewer updates"),
     ),
     Refused(
+        "trainer",
+        "a warm-up of a constant rate",
+        training(warmup_steps=0.1),
+        ("warmup_steps=0.1 would be ignored", "'constant'", "Set 'constant_with_warmup'", "leave it out"),
+    ),
+    Refused("trainer", "kernels of liger", training(use_liger_kernel=True), ("use_liger_kernel=True", "Leave it out")),
+    Refused(
+        "trainer",
+        "eval sets with numbers as names",
+        training(eval_dataset={1: runs.token_rows(2), "a": runs.token_rows(2)}),
+        ("eval_dataset has data sets with the names [1]", "expected texts", "Write {'1': ...}"),
+    ),
+    Refused(
         "trainer", "batch size by trial", training(auto_find_batch_size=True), ("auto_find_batch_size is refused",)
     ),
     Refused(

@@ -33,7 +33,16 @@ def test_the_help_of_a_command_fits_on_two_screens(name: str) -> None:
 def test_refused_arguments_are_not_listed(name: str, everything: bool) -> None:
     shown = names_in(help_text(name, command_of(name), everything=everything))
     assert not shown & {f"--{refused}" for refused in REFUSED}
-    assert {f"--{each}" for each in (*COMMON, *OWN)} <= shown
+    unused = {f"--{each}" for each in command_of(name).unused}
+    assert {f"--{each}" for each in (*COMMON, *OWN)} - unused <= shown
+    assert not shown & unused
+
+
+def test_the_help_of_a_comparison_has_no_rate_and_no_checkpoint() -> None:
+    shown = names_in(help_text("tune", command_of("tune"), everything=True))
+    assert not shown & {"--learning_rate", "--eval_strategy", "--save_strategy", "--resume_from_checkpoint"}
+    assert {"--push_to_hub", "--hub_model_id"} <= shown
+    assert not names_in(help_text("continual", command_of("continual"))) & {"--push_to_hub", "--hub_model_id"}
 
 
 def test_all_arguments_are_listed_on_request() -> None:

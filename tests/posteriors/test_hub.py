@@ -312,6 +312,14 @@ def test_posterior_is_loaded_from_the_cache_of_the_hub(tmp_path: Path, monkeypat
     assert ensemble.config.num_members == 1
 
 
+def test_a_revision_of_a_local_directory_is_refused(tmp_path: Path) -> None:
+    draws(2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"revision='v2' is for a repository of the Hub, .* is a folder here: leave"):
+        Posterior.from_pretrained(tmp_path, revision="v2")
+    for same in (None, "main"):  # the defaults of transformers and of other libraries
+        assert equal(Posterior.from_pretrained(tmp_path, revision=same), draws(2))
+
+
 def test_a_download_fetches_only_posterior_files_of_one_revision(tmp_path: Path) -> None:
     draws(2).save_pretrained(tmp_path / "sub")
     asked: dict[str, Any] = {}
@@ -349,8 +357,9 @@ def test_repository_that_the_hub_does_not_give_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("name", "local"),
-    [("a/b", False), ("gpt2", False), (None, False), ("/x", True), ("./x", True), ("~/x", True), ("a/b/c", True)],
-)
+    [("a/b", False), ("gpt2", False), (None, False), ("/x", True), ("./x", True), ("~/x", True), ("a/b/c", True),
+     ("x" * 6000, False)],
+)  # fmt: skip
 def test_local_names_of_base_models_are_told_from_ids(name: str | None, local: bool) -> None:
     assert hub.is_local(name) is local
 

@@ -136,3 +136,21 @@ def test_held_out_rows_without_a_term_lose_no_posterior(tmp_path, caplog, reason
     kept = trainer.posterior.config.metrics
     assert not any(name.startswith("far_") for name in kept)
     assert {"near_nll", "near_map_nll"} <= kept.keys() if several else not kept
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_figures_of_compute_metrics_replace_none_of_ours(tmp_path, several):
+    rows = runs.token_rows(4, seed=1)
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2),
+        eval_dataset={"near": rows[:2], "far": rows[2:]} if several else rows,
+        compute_metrics=lambda _: {"nll": 5.0, "ece": 9.0, "perplexity": -1.0, "mse": 3.0},
+    )
+    trainer.train()
+    name = "far_" if several else ""
+    assert trainer.evaluate()[f"eval_{name}nll"] == 5.0
+    trainer.save_model()
+    kept, own = trainer.posterior.config.metrics, trainer.outcome.evaluator.last[f"eval_{name}"[:-1]].metrics
+    assert all(kept[name + metric] == own[metric] != 5.0 for metric in ("nll", "ece", "perplexity"))
+    assert f"{name}mse" not in kept  # of a regression

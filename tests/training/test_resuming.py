@@ -72,7 +72,7 @@ OTHERS = {
     "method": ({"method": SGLDConfig(**TWO)}, ["method: saved 'sghmc', now 'sgld'"]),
     "learning rate": ({"learning_rate": 0.02}, ["learning_rate: saved 0.01, now 0.02"]),
     "schedule": ({"lr_scheduler_type": "linear"}, ["lr_scheduler_type", "linear"]),
-    "warm-up": ({"warmup_steps": 3}, ["warmup_steps: saved 0, now 3"]),
+    "warm-up": ({"warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup"}, ["warmup_steps: saved 0, now 3"]),
     "length of the data": (
         {"train": runs.token_rows(9)},
         ["num_rows: saved 10, now 9", "num_data: saved 70.0, now 63.0"],

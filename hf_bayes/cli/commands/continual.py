@@ -185,4 +185,5 @@ COMMAND = Command(
     arguments=(LoraArguments, ContinualArguments, BayesianTrainingArguments),
     example='continual --model_name_or_path gpt2 --episodes one.txt "more/*.txt" --output_dir continual',
     continuing=continuing_comparison,
+    unused=frozenset({"push_to_hub", "hub_model_id"}),
 )

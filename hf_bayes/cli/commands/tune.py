@@ -13,6 +13,7 @@ from hf_bayes.cli.language_model import TrainingWindowArguments, language_model
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.scripts import begin, continuing_comparison
 from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.tuning.arguments import UNUSED
 from hf_bayes.training.tuning.tune import Tuning
 from hf_bayes.training.tuning.tune import tune as compare
 
@@ -70,4 +71,5 @@ COMMAND = Command(
     ),
     example="tune --task classify --model_name_or_path bert-base-uncased --dataset reviews.csv --output_dir tuned",
     continuing=continuing_comparison,
+    unused=UNUSED,
 )  # fmt: skip

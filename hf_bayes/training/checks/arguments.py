@@ -7,6 +7,7 @@ from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel, SchedulerType, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
 from hf_bayes.core.config import MethodConfig, check_config, check_schedules
 from hf_bayes.methods.registry import names_with
@@ -15,7 +16,7 @@ from hf_bayes.models.refusals import compiling_blocks
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.training.arguments import PRECISIONS, BayesianTrainingArguments
 from hf_bayes.training.checks.host_trainers import OTHER_LOSS, has_config, host_config, refuse_loss_settings
-from hf_bayes.training.checks.rows import require_training_rows
+from hf_bayes.training.checks.rows import require_names_of_sets, require_training_rows
 
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -23,7 +24,7 @@ REFUSED = frozenset(_OF_AN_OPTIMIZER) | {
     "weight_decay", "max_grad_norm", "label_smoothing_factor", "neftune_noise_alpha", "bf16_full_eval", "fp16",
     "fp16_full_eval", "torch_compile", "torch_compile_backend", "torch_compile_mode", "deepspeed", "fsdp",
     "fsdp_config", "parallelism_config", "auto_find_batch_size", "ignore_data_skip", "save_only_model",
-    "load_best_model_at_end", "train_sampling_strategy", "hub_strategy",
+    "load_best_model_at_end", "train_sampling_strategy", "hub_strategy", "use_liger_kernel", "liger_kernel_config",
 }  # fmt: skip
 """The arguments of a trainer that must stay at their defaults. Lists of arguments leave them out."""
 
@@ -122,6 +123,7 @@ def refuse_arguments(args: BayesianTrainingArguments, method: MethodConfig, mode
         )
     if kwargs.get("train_dataset") is not None:
         require_training_rows(kwargs["train_dataset"], args, method)
+    require_names_of_sets(kwargs.get("eval_dataset"))
     for name, advice in _REFUSED_OBJECTS.items():
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: {advice}")
@@ -145,6 +147,11 @@ def _refuse_devices(args: Any, model: Any) -> None:
         raise ValueError(
             "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Leave it out, or "
             f"compile its blocks in place before training: {_compiling(model)}"
+        )
+    if args.use_liger_kernel:
+        raise ValueError(
+            "use_liger_kernel=True is refused: its kernels replace layers of the model, and have no member axis. Leave "
+            "it out"
         )
 
 
@@ -173,6 +180,8 @@ def _refuse_optimizer_settings(args: Any, method: MethodConfig) -> None:
         )
     kind = SchedulerType(args.lr_scheduler_type)
     check_schedules(method, None if kind is SchedulerType.CONSTANT else f"lr_scheduler_type={kind.value!r}")
+    if kind is SchedulerType.CONSTANT:
+        _refuse_warmup(args, method)
     ignored = [name for name in _OF_AN_OPTIMIZER if getattr(args, name) != _default(args, name)]
     if ignored:
         raise ValueError(
@@ -184,6 +193,16 @@ def _refuse_optimizer_settings(args: Any, method: MethodConfig) -> None:
             "lr_scheduler_type='reduce_lr_on_plateau' is refused: the steps of the chains would follow held-out rows, "
             "which a posterior must not have seen. Take a schedule of the step number, such as 'cosine'"
         )
+
+
+def _refuse_warmup(args: Any, method: MethodConfig) -> None:
+    """Refuse a warm-up beside a constant rate, or beside the method's own schedule: either would ignore it."""
+    if not args.warmup_steps:
+        return
+    reason = "lr_scheduler_type='constant' has none. Set 'constant_with_warmup' or 'linear', or leave it out"
+    if method.schedule is not None:
+        reason = f"{method.name} has a schedule of its own. Leave it out"
+    raise ValueError(f"warmup_steps={args.warmup_steps:g} would be ignored: {reason}")
 
 
 def _refuse_other_losses(args: Any) -> None:
@@ -227,8 +246,14 @@ def _refuse_broken_runs(args: Any) -> None:
         raise ValueError(
             "auto_find_batch_size is refused: rows per update are part of the chain. Set per_device_train_batch_size"
         )
-    if args.push_to_hub and args.hub_strategy != "end":
-        raise ValueError(f"hub_strategy={args.hub_strategy!r} would push unfinished posteriors: use hub_strategy='end'")
+    refuse_early_push(args)
+
+
+def refuse_early_push(args: Any) -> None:
+    """Refuse an upload before the end of a run."""
+    strategy = HubStrategy(args.hub_strategy)
+    if args.push_to_hub and strategy is not HubStrategy.END:
+        raise ValueError(f"hub_strategy={strategy.value!r} would push unfinished posteriors: use hub_strategy='end'")
 
 
 def _default(args: BayesianTrainingArguments, name: str) -> Any:

@@ -48,6 +48,15 @@ def require_training_rows(dataset: Any, args: BayesianTrainingArguments, method:
             raise ValueError(f"train_dataset ({type(dataset).__name__}) has no length: " + "; ".join(wrong))
 
 
+def require_names_of_sets(given: Any) -> None:
+    """Require texts as the names of several held-out data sets. Trainer would take another name for the data itself."""
+    if wrong := [name for name in eval_sets(given) if not isinstance(name, str)]:
+        raise ValueError(
+            f"eval_dataset has data sets with the names {wrong}, expected texts: they are a part of the names of "
+            f"metrics. Write {{{str(wrong[0])!r}: ...}}"
+        )
+
+
 def require_heldout(dataset: Any, method: MethodConfig, *, unit: str) -> None:
     """Require enough held-out rows in a map-style data set, for a method that fits on held-out rows.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data.fingerprint import undisturbed
 from hf_bayes.training.repeated_runs import prepared_run, require_repeatable
 from hf_bayes.training.tuning import chance
+from hf_bayes.training.tuning.arguments import check_arguments, repository
 from hf_bayes.training.tuning.candidates import Candidate, default_candidates
 from hf_bayes.training.tuning.choice import as_table, best_of, sentence
 from hf_bayes.training.tuning.figure import draw
@@ -131,7 +131,7 @@ def tune(
     Args:
         model: a transformers or peft model. Each run attaches it, and it is given back as it was.
         args: as for ``BayesianTrainer``, without a learning rate: a candidate has its own. Their number of updates is
-            not used if ``budget`` is given.
+            not used if ``budget`` is given. ``push_to_hub`` uploads the best posterior.
         train_dataset, data_collator, processing_class, subspace, likelihood: as for ``BayesianTrainer``.
         eval_dataset: at least 200 held-out rows with a length. They decide, so test rows must be others.
         budget: minibatch gradients of all runs together; None means ten times the gradients that ``args`` give to
@@ -141,12 +141,12 @@ def tune(
         The posterior of the chosen candidate, its trial, all trials by round (NLLs in nats per likelihood term), and
         the result in words.
     Raises:
-        ValueError: before the first run: for an attached model, a learning rate, data that the model cannot take, a
-            budget or held-out rows that are too few, several processes, or a record of another tuning in
-            ``output_dir``, naming what differs. After the last run: if all candidates failed.
+        ValueError: before the first run: for an attached model, an argument that trials do not use, data that the
+            model cannot take, a budget or held-out rows that are too few, several processes, or a record of another
+            tuning in ``output_dir``, naming what differs. After the last run: if all candidates failed.
     """
     require_repeatable("tune", model, args)
-    _check_arguments(args, budget)
+    check_arguments(args, budget)
     _check(train_dataset, eval_dataset)
     given = {
         "train_dataset": train_dataset, "eval_dataset": eval_dataset, "data_collator": data_collator,
@@ -165,6 +165,8 @@ def tune(
     draw((first, second), chosen, Path(str(args.output_dir)) / "tuning.png")
     Console().print(as_table(kept, chosen))
     Console().print(text)
+    if args.push_to_hub:
+        _push(posterior, args)
     return Tuning(posterior, chosen, (first, second), kept, text)
 
 
@@ -206,31 +208,23 @@ def _run_rounds(trials: Trials, plan: _Plan, *, show: bool) -> tuple[tuple[Tunin
     return first, second
 
 
+def _push(posterior: Posterior, args: BayesianTrainingArguments) -> None:
+    """Upload the posterior, as a trainer does at its end."""
+    posterior.push_to_hub(
+        repository(args),
+        token=args.hub_token,
+        private=args.hub_private_repo,
+        revision=args.hub_revision,
+        commit_message="End of tuning",
+    )
+
+
 def _check_names(rows: Sequence[Candidate]) -> None:
     """Check that there are candidates, and that no two have the same name, or the same folder."""
     names = [candidate.name for candidate in rows]
     if not rows or len({folder_name(name) for name in names}) < len(names):
         raise ValueError(
             f"tune needs candidates with names of their own, got {names}: choose names that differ in letters or digits"
-        )
-
-
-def _check_arguments(args: BayesianTrainingArguments, budget: int | None) -> None:
-    """Refuse a learning rate, and warn of a length of the runs that is given beside a budget.
-
-    Each would be ignored, and a finished comparison with another value would look like the answer.
-    """
-    if args.learning_rate is not None:
-        raise ValueError(
-            f"learning_rate={args.learning_rate:g} would be ignored: each method has its own rate, or finds it. Leave "
-            "it out, or train one method with it (BayesianTrainer; hf-bayes train or classify with a --method)"
-        )
-    fields = type(args).__dataclass_fields__
-    lengths = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
-    given = [f"{name}={value:g}" for name, value in lengths.items() if value != fields[name].default]
-    if budget is not None and given:
-        warnings.warn(
-            f"budget={budget!r} gives the length of the runs: {' and '.join(given)} of the arguments will not be used"
         )
 
 

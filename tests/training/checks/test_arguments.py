@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from hf_bayes import BayesianTrainer, BayesianTrainerMixin, BayesianTrainingArguments, MAPConfig
+from hf_bayes import BayesianTrainer, BayesianTrainerMixin, BayesianTrainingArguments, MAPConfig, SGLDConfig
 from hf_bayes.training.checks.arguments import REFUSED, refuse_arguments, refuse_types
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
@@ -15,6 +17,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "fsdp_config": {"fsdp": True},
     "hub_strategy": {"push_to_hub": True},
     "load_best_model_at_end": {"eval_strategy": "steps", "save_strategy": "steps"},
+    "liger_kernel_config": {"use_liger_kernel": True},
 }
 """Arguments that take effect only beside others."""
 
@@ -25,7 +28,8 @@ VALUES: dict[str, Any] = {
     "torch_compile_backend": "inductor", "torch_compile_mode": "default", "deepspeed": {}, "fsdp": True,
     "fsdp_config": {"min_num_params": 1}, "parallelism_config": None, "auto_find_batch_size": True,
     "ignore_data_skip": True, "save_only_model": True, "load_best_model_at_end": True,
-    "train_sampling_strategy": "sequential", "hub_strategy": "every_save",
+    "train_sampling_strategy": "sequential", "hub_strategy": "every_save", "use_liger_kernel": True,
+    "liger_kernel_config": {"rope": False},
 }  # fmt: skip
 
 
@@ -75,6 +79,24 @@ def test_advice_on_compiling_names_the_blocks_of_the_model(tmp_path: Path) -> No
         refuse_arguments(args, MAPConfig(), tiny_bert(), {})
     with pytest.raises(ValueError, match=r"for block in model\.get_base_model\(\)\.model\.layers: block"):
         refuse_arguments(args, MAPConfig(), with_lora(tiny_llama()), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "words"),
+    [
+        ("constant", None, "lr_scheduler_type='constant' has none. Set 'constant_with_warmup' or 'linear', or"),
+        ("constant", {"name": "cyclical"}, "sgld has a schedule of its own. Leave it out"),
+        ("constant_with_warmup", None, ""),
+        ("linear", None, ""),
+    ],
+)
+def test_a_warm_up_that_nothing_uses_is_refused(
+    tmp_path: Path, model: PreTrainedModel, kind: str, schedule: Any, words: str
+) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), use_cpu=True, warmup_steps=3, lr_scheduler_type=kind)
+    refused = pytest.raises(ValueError, match=re.escape(f"warmup_steps=3 would be ignored: {words}"))
+    with refused if words else nullcontext():
+        refuse_arguments(args, SGLDConfig(schedule=schedule), model, {})
 
 
 def test_the_defaults_are_not_refused(tmp_path: Path, model: PreTrainedModel) -> None:

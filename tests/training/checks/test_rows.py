@@ -19,6 +19,7 @@ from hf_bayes.training.checks.rows import (
     refuse_other_weights,
     require_batches,
     require_heldout,
+    require_names_of_sets,
     require_training_rows,
 )
 from tests import runs
@@ -115,6 +116,13 @@ def test_processes_learn_how_many_rows_each_has(tmp_path: Path) -> None:
     strata = meet(host_of_nine_rows(tmp_path), SGHMCConfig(), mesh_of_two())
     assert strata.sizes == (9, 5)
     assert strata.rank == 1
+
+
+def test_names_of_held_out_data_sets_are_texts() -> None:
+    require_names_of_sets(None)
+    require_names_of_sets({"near": [1], "far": [2]})
+    with pytest.raises(ValueError, match=r"with the names \[1\], expected texts: .* Write \{'1': \.\.\.\}"):
+        require_names_of_sets({1: [1], "far": [2]})
 
 
 NAMES = ["learning_rate", "seed", "lr_scheduler_type", "warmup_steps", "method", "rows of eval_dataset dev"]

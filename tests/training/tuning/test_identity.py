@@ -43,6 +43,10 @@ def another_head() -> Any:
         ({"settings": {"minibatch": "shared"}}, "minibatch: saved 'independent', now 'shared'. Choose"),
         ({"settings": {"bf16": True}}, "precision.autocast: saved 'no', now 'bf16'. Choose"),
         ({"settings": {"calibrate": False}}, "calibrate: saved True, now False. Choose"),
+        (
+            {"settings": {"dataloader_drop_last": True, "per_device_eval_batch_size": 150}},
+            "held-out rows that dataloader_drop_last leaves out: saved None, now 50. Choose",
+        ),
         ({"settings": {"seed": 3}}, "seed: saved 42, now 3"),
         ({"settings": {"lr_scheduler_type": "linear"}}, "lr_scheduler_type: saved 'constant', now 'linear'. Choose"),
     ],
@@ -52,6 +56,14 @@ def test_another_tuning_is_refused_by_what_differs(
 ) -> None:
     with pytest.raises(ValueError, match="record of .*" + re.escape(words)):
         call(tuned[0], **changes)
+
+
+def test_dropped_batches_differ_only_if_rows_are_left_out(
+    tuned: tuple[Path, Tuning], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, result = tuned
+    only_failing(monkeypatch, ValueError("still impossible"), "hmc")
+    assert call(directory, settings={"dataloader_drop_last": True}).chosen == result.chosen  # two batches of 100
 
 
 def test_without_a_collator_it_is_that_of_the_trainer(

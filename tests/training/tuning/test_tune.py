@@ -184,6 +184,16 @@ def test_a_learning_rate_for_all_candidates_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "tuning.json").exists()
 
 
+def test_the_best_posterior_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[Posterior, str, dict[str, Any]]] = []
+    monkeypatch.setattr(Posterior, "push_to_hub", lambda self, repo_id, **given: sent.append((self, repo_id, given)))
+    settings = {"push_to_hub": True, "hub_model_id": "user/x", "hub_token": "t", "hub_private_repo": True}
+    result = call(tmp_path, CANDIDATES[1:3], settings=settings, budget=1600)
+    ((posterior, repository, given),) = sent  # no trial is pushed
+    assert posterior is result.posterior
+    assert (repository, given["token"], given["private"], given["revision"]) == ("user/x", "t", True, None)
+
+
 @pytest.mark.parametrize(
     ("settings", "ignored"),
     [
