@@ -20,6 +20,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.language.packing import refuse_mixed_documents
 from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.refusals import refuse_other_likelihood
+from hf_bayes.models.to_posterior import refuse_unsavable
 from hf_bayes.objectives.data_access import row_batches
 from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
 from hf_bayes.objectives.label_columns import with_columns
@@ -69,17 +70,24 @@ def as_bayesian(
 @contextmanager
 def model_to_fit(
     model: Any, subspace: str, noise_std: float | None, likelihood: LikelihoodConfig | None = None, *,
-    load: Callable[..., BayesianModel] | None = None,
+    method: MethodConfig, tokenizer: Any, load: Callable[..., BayesianModel] | None = None,
 ) -> Iterator[tuple[BayesianModel, str]]:  # fmt: skip
     """Yield the Bayesian model of ``as_bayesian`` and the name of its subspace, for a fit that returns a posterior.
 
+    Args:
+        method: the config of the fit.
+        tokenizer: the tokenizer or processor that will be saved with the posterior, or None.
     Raises:
-        ValueError: as ``as_bayesian``, and for a model with a frozen adapter, which would not be saved.
+        ValueError: as ``as_bayesian``, and for a model that the posterior could not hold, such as one with a frozen
+            adapter.
     """
     with as_bayesian(model, subspace, noise_std, likelihood, load=load) as bayesian:
         refuse_frozen_adapter(bayesian)
+        if bayesian.posterior is not None:
+            subspace = bayesian.posterior.config.subspace
+        refuse_unsavable(bayesian, method, subspace=subspace, tokenizer=tokenizer)
         warn_of_frozen_head(bayesian.core, bayesian.layout)
-        yield bayesian, subspace if bayesian.posterior is None else bayesian.posterior.config.subspace
+        yield bayesian, subspace
 
 
 def load_posterior(directory: str | os.PathLike[str], *, likelihood: LikelihoodConfig | None = None) -> BayesianModel:

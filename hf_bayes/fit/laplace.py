@@ -108,7 +108,9 @@ def fit_laplace(
     _require_heldout(config, heldout)
     _check_data(data, heldout, config, batch_size, num_data, data_unit)
     noise_std = _starting_noise(model, config, noise_std, likelihood)
-    with model_to_fit(model, subspace, noise_std, likelihood) as (bayesian, subspace):
+    with model_to_fit(
+        model, subspace, noise_std, likelihood, method=config, tokenizer=tokenizer
+    ) as (bayesian, subspace):  # fmt: skip
         inherited = None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit)
         if inherited is not None:
             inherited.check_tokenizer(tokenizer)

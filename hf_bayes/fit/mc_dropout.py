@@ -59,7 +59,9 @@ def fit_mc_dropout(
     default = {"dropout": _trained_with(model)} if method is None else {}
     config = config_for("mc_dropout", method, **default)
     require_seed(seed)
-    with model_to_fit(model, subspace, noise_std, likelihood) as (bayesian, subspace):
+    with model_to_fit(
+        model, subspace, noise_std, likelihood, method=config, tokenizer=tokenizer
+    ) as (bayesian, subspace):  # fmt: skip
         layout, theta = bayesian.layout, bayesian.current.detach().cpu()
         masks = config.masks(layout.named_shapes)
         verdict = f"dropout of {config.dropout:g} around given weights: not assessed"

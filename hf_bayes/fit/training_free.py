@@ -95,7 +95,9 @@ def fit_training_free(
     require_seed(seed)
     _check_heldout(heldout)
     check_sizes(batch_size, num_data, data_unit)
-    with model_to_fit(model, subspace, noise_std, likelihood, load=load_adapter) as (bayesian, subspace):
+    with model_to_fit(
+        model, subspace, noise_std, likelihood, method=config, tokenizer=tokenizer, load=load_adapter
+    ) as (bayesian, subspace):  # fmt: skip
         collate = with_columns(bayesian.likelihood, collate or default_data_collator)
         _check_terms(bayesian, config, heldout, collate)
         check_first_rows(bayesian, heldout, collate)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
+
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.types import Approximation
@@ -14,6 +16,7 @@ from hf_bayes.models.loading import base_model
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
+from hf_bayes.posteriors.storage.json_values import json_value
 from hf_bayes.uncertainty.custom.weighted import without_weights
 
 
@@ -38,6 +41,9 @@ def to_posterior(
         tokenizer: the tokenizer or processor that is saved with it; None keeps the tokenizer of the posterior that
             ``model`` was loaded from.
         sidecars: the files of the tokenizer or processor, if they have been collected already.
+    Raises:
+        ValueError: if a posterior cannot hold the model's adapter, head or name. ``refuse_unsavable`` raises this error
+            before anything is computed.
     """
     layout = model.members.layout_of(cast(Draws | Gaussian, approximation).rows)
     description = base_model.describe(model.model, model.core, layout, tokenizer)
@@ -45,6 +51,8 @@ def to_posterior(
         description["fingerprint"]["tokenizer"] = model.posterior.config.base_model["fingerprint"]["tokenizer"]
     noise_std, own = without_weights(model.likelihood).noise_std, model.likelihood.config
     stored = {} if own is None else {own.stored_as: own.to_dict()}
+    head = base_model.describe_head(model.core, noise_std)
+    base_model.check_head(json_value(head, "head"), model.core.config, layout)  # as loading does
     return Posterior(
         approximation=approximation,  # type: ignore[arg-type]
         adapter_config=base_model.adapter_config(model.model),
@@ -67,12 +75,35 @@ def to_posterior(
             num_data=num_data,
             data_unit=data_unit,
             base_model=description,
-            head=base_model.describe_head(model.core, noise_std) | stored,
+            head=head | stored,
             prediction="linearised" if method.requirements.predicts_linearised and model.linearises else "members",
             seed=seed,
             diagnostics=diagnostics,
         ),
     )
+
+
+def refuse_unsavable(
+    model: BayesianModel, method: MethodConfig, *, subspace: str, tokenizer: Any, sidecars: Sidecars | None = None
+) -> None:
+    """Raise for a model that no posterior can hold, before anything is computed.
+
+    A posterior is made once, with a placeholder for the approximation. So there is no second list of the conditions.
+
+    Args:
+        method, subspace, tokenizer, sidecars: as of ``to_posterior``.
+    Raises:
+        ValueError: as ``to_posterior``.
+    """
+    zeros = torch.zeros(()).expand(1, model.layout.dim)  # takes no memory
+    placeholder: Approximation = Gaussian.diagonal(zeros, zeros)  # draws would be copied and hashed
+    if not method.requirements.ends_in_gaussian and set(model.members.statistics.names) & set(model.layout.names):
+        placeholder = Draws.from_chains(zeros[None])  # no Gaussian holds statistics
+    to_posterior(
+        model, placeholder, method,
+        subspace=subspace, num_data=None, data_unit="token", tokenizer=tokenizer, seed=0, diagnostics={},
+        sidecars=sidecars,
+    )  # fmt: skip
 
 
 def _fitted_prior(method: MethodConfig, layout: Layout, diagnostics: dict[str, Any]) -> dict[str, Any] | None:

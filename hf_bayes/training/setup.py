@@ -24,6 +24,8 @@ from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.prediction_state import PredictionState
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.models.refusals import refuse_other_likelihood
+from hf_bayes.models.to_posterior import refuse_unsavable
+from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checks.arguments import refuse_arguments
@@ -110,6 +112,10 @@ def set_up(
         ready.calibrated = False  # the temperature of a posterior that was loaded is not that of its chains
         bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded
         refuse_frozen_adapter(bayesian)
+        # the files of the tokenizer are collected when the training begins
+        refuse_unsavable(
+            bayesian, method, subspace=subspace, tokenizer=kwargs.get("processing_class"), sidecars=Sidecars()
+        )
         refuse_other_weights(bayesian, mesh)
         # every process has drawn a fresh adapter or head for itself: all take the first one's
         start = mesh.from_first(bayesian.theta.detach()[0].clone())

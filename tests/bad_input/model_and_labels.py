@@ -15,10 +15,12 @@ from tests.bad_input.making import (
     Refused,
     Stream,
     among_foreign_files,
+    base_named,
     frozen_adapter,
     frozen_model,
     in_a_file,
     labelled,
+    named_labels,
     no_pad_collator,
     quantised_model,
     read_only,
@@ -66,6 +68,38 @@ MODEL_AND_LABELS = [
         "beside an adapter",
         training(subspace="last_layer"),
         ("of the adapter are not random", "merge_and_unload"),
+    ),
+    *[
+        Refused(
+            "posterior",  # refused after the training, it would lose the draws
+            f"an adapter with {', '.join(settings)}",
+            training(model=lambda settings=settings: with_lora(tiny_llama(), **settings)),
+            ("the adapter of this model", *settings, *words),
+        )
+        for settings, words in (
+            ({"lora_alpha": 0}, ("must be a number > 0, got 0",)),
+            ({"alpha_pattern": {"q_proj": 0}}, ("numbers > 0",)),
+            ({"use_qalora": True}, ("is not supported", "Leave it out")),
+            ({"ensure_weight_tying": True}, ("is not supported", "Leave it out")),
+        )
+    ],
+    *[
+        Refused(
+            "posterior",
+            f"labels {what}",
+            training(model=lambda names=names: named_labels(names), train=runs.label_rows(8)),
+            ("id2label of the model's config", *words),
+        )
+        for what, names, words in (
+            ("that are counted from 1", {1: "a", 2: "b", 3: "c"}, ("[1, 2, 3]", "expected 0 to 2", "from 0")),
+            ("without a name", {0: "a", 1: None, 2: "c"}, ("None", "expected a text or a number")),
+        )
+    ],
+    Refused(
+        "posterior",
+        "a base of two lines",
+        training(model=lambda: base_named("a\nb")),
+        ("name_or_path", "a line of text", "a\\nb"),
     ),
     # labels and padding
     Refused(

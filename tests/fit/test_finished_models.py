@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +22,15 @@ from hf_bayes.fit.finished_models import (
     model_to_fit,
     require_rows_by_number,
 )
+from hf_bayes.fit.laplace import fit_laplace
+from hf_bayes.fit.training_free import fit_training_free
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests import runs
 from tests.members.subject_models import bloom
-from tests.tiny_models import tiny_bert, tiny_gpt2
+from tests.tiny_models import tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
 
 
 def test_a_plain_model_is_detached_and_a_bayesian_one_is_not() -> None:
@@ -63,12 +68,16 @@ def test_a_fit_takes_configs_of_its_method_alone() -> None:
             config_for("swag", other)  # type: ignore[arg-type]
 
 
+def to_fit(model: Any, subspace: str) -> AbstractContextManager[tuple[BayesianModel, str]]:
+    return model_to_fit(model, subspace, None, method=SWAGConfig(), tokenizer=None)
+
+
 def test_the_subspace_of_a_posterior_is_that_of_its_model(tmp_path: Path) -> None:
     fit_mc_dropout(tiny_bert(), MCDropoutConfig(targets="weight"), subspace="last_layer").save_pretrained(tmp_path)
     load = BayesianModelForSequenceClassification.from_pretrained
-    with load(tmp_path, base_model=tiny_bert()) as loaded, model_to_fit(loaded, "all", None) as (found, subspace):
+    with load(tmp_path, base_model=tiny_bert()) as loaded, to_fit(loaded, "all") as (found, subspace):
         assert (found, subspace) == (loaded, "last_layer")
-    with model_to_fit(tiny_bert(), "last_layer", None) as (_, subspace):
+    with to_fit(tiny_bert(), "last_layer") as (_, subspace):
         assert subspace == "last_layer"
 
 
@@ -137,3 +146,23 @@ def test_rows_that_need_padding_are_named() -> None:
         batches = batches_by_number(rows, [0, 1], model=model, collate=default_data_collator, batch_size=2)
         with pytest.raises(ValueError, match=r"unequal length .* give a collator that pads"):
             next(iter(batches))
+
+
+@pytest.mark.parametrize("fit", [fit_laplace, fit_training_free])
+def test_a_fit_reads_no_row_of_a_model_that_no_posterior_holds(fit: Callable[..., Any]) -> None:
+    class Unread(list[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            raise AssertionError("a row was read")
+
+    model = with_lora(tiny_llama(), alpha_pattern={"q_proj": 0})
+    with pytest.raises(ValueError, match="alpha_pattern must be an object of module names and numbers > 0"):
+        fit(model, Unread(runs.token_rows()))
+    assert not any(hasattr(module, "theta") for module in model.modules())
+
+
+def test_a_fit_begins_with_the_check_of_its_tokenizer() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.init_kwargs = {"foo": object()}
+    method = SWAGConfig()
+    with pytest.raises(ValueError, match="cannot be saved with the posterior"):
+        model_to_fit(tiny_bert(), "last_layer", None, method=method, tokenizer=tokenizer).__enter__()

@@ -73,8 +73,8 @@ THIRD_REVIEW = (
           "if self.kept is not None and not tensors_in(kwargs):", "if self.kept is not None:",
           ("members/test_last_feed_forward.py::test_a_feed_forward_of_other_positions_is_whole",)),
     # -- commands, their output and pages
-    Fault("hunt: a comparison is given a learning rate and ignores it", "training/tuning/tune.py",
-          "if args.learning_rate is not None:", "if args.learning_rate == 0:",
+    Fault("hunt: a comparison is given a learning rate and ignores it", "training/tuning/arguments.py",
+          "if value and value not in", 'if name != "learning_rate" and value and value not in',
           ("training/tuning/test_tune.py::test_a_learning_rate_for_all_candidates_is_refused",)),
     Fault("hunt: a posterior is replaced by one that is made of it", "posteriors/storage/ownership.py",
           "Path(os.path.realpath(directory)), Path(os.path.realpath(source))", "Path(directory), Path(source)",

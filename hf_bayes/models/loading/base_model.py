@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from collections.abc import Mapping
+from numbers import Number
 from typing import Any, cast
 
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
@@ -149,13 +151,38 @@ def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, A
         noise_std: the standard deviation of the noise of a regression; None for other heads.
     """
     head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
+    head = {name: value for name, value in head.items() if not (isinstance(value, int) and value < 0)}  # -1: no token
     if not core.can_generate():
-        names = cast("dict[int, str]", core.config.id2label)
-        head["labels"] = [names[index] for index in range(num_labels_of(core.config))]
+        head["labels"] = label_names(core.config)
     quantization = getattr(core.config, "quantization_config", None)
     if quantization is not None:
         head["quantization_config"] = quantization if isinstance(quantization, dict) else quantization.to_dict()
     return head if noise_std is None else head | {"noise_std": noise_std}
+
+
+def label_names(config: Any) -> list[str]:
+    """Return the names of a head's outputs, in their order.
+
+    transformers turns the keys of ``id2label`` into numbers where it reads a config from a file, and keeps "0" where a
+    user sets it. A name that is a number becomes a text.
+
+    Raises:
+        ValueError: if an output has no number or no name.
+    """
+    given = config.id2label if isinstance(config.id2label, Mapping) else dict(enumerate(config.id2label))
+    names = {int(key) if isinstance(key, str) and key.isdecimal() else key: name for key, name in given.items()}
+    if len(names) != len(given) or set(names) != set(range(len(given))):
+        raise ValueError(
+            f"id2label of the model's config has the keys {list(given)!r:.200}, expected 0 to {len(given) - 1}, one "
+            "for each output: number the labels from 0, as model.config.id2label = dict(enumerate(names)) does"
+        )
+    for index, name in names.items():
+        if not isinstance(name, (str, Number)):
+            raise ValueError(
+                f"id2label of the model's config has the name {name!r:.200} of output {index}, expected a text or a "
+                "number: give each output a name"
+            )
+    return [str(names[index]) for index in range(len(names))]
 
 
 def head_settings(head: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +266,7 @@ def output_differences(head: dict[str, Any], config: Any) -> list[str]:
     if "labels" not in head:
         return []
     labels, problems = head["labels"], []
-    found_labels = [config.id2label[index] for index in range(config.num_labels)]
+    found_labels = label_names(config)
     unnamed = [f"LABEL_{index}" for index in range(len(labels))]
     equal = found_labels == labels or unnamed in (found_labels, labels)
     if not equal or len(found_labels) != len(labels):
@@ -268,7 +295,8 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     known = lora_config.FIELDS.keys() | lora_config.NEUTRAL | lora_config.IGNORED
     defaults = {field.name: field.default for field in dataclasses.fields(config)}  # of a field that is newer than this
     content = {name: value for name, value in content.items() if name in known or value != defaults.get(name)}
-    return lora_config.checked({**content, **lora_layers.names_of(cast(PeftModel, model))})
+    located = json_value(lora_layers.names_of(cast(PeftModel, model)), lora_config.FILE)
+    return lora_config.checked({**content, **located}, "the adapter of this model")
 
 
 def _name(model: nn.Module, core: PreTrainedModel) -> str:

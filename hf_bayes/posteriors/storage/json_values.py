@@ -75,7 +75,7 @@ def _unchanged(value: Any, place: _Place) -> Any:
 @_converted.register
 def _finite(value: float, place: _Place) -> float | None:
     if math.isfinite(value):
-        return value
+        return float(value)  # numpy's double is an instance of float
     if place.undefined_is_null:
         return None
     raise ValueError(f"{place.where} must be finite, got {value}")

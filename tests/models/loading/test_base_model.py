@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -21,6 +22,7 @@ from hf_bayes.models.loading.base_model import (
     fingerprint_tokenizer,
     head_differences,
     head_settings,
+    label_names,
     warn_of_resized_base,
 )
 from tests.members.reference import core_of
@@ -138,6 +140,47 @@ def test_the_settings_of_a_head_survive_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
+    "names",
+    [{"0": "no", "1": "yes"}, {1: "yes", 0: "no"}, {np.int64(0): "no", np.int64(1): "yes"}, ["no", "yes"]],
+    ids=["text keys", "another order", "numpy keys", "list"],
+)
+def test_labels_are_numbered_as_a_user_may_write_them(names: Any) -> None:
+    model = tiny_bert(num_labels=2)
+    model.config.id2label = names
+    head = describe_head(model, None)
+    assert (head["labels"], head_differences(head, model.config)) == (["no", "yes"], [])
+
+
+def test_labels_that_are_numbers_become_texts() -> None:
+    config = tiny_bert(num_labels=3).config
+    config.id2label = {0: 5, 1: np.int64(7), 2: 0.5}
+    assert label_names(config) == ["5", "7", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({1: "a", 2: "b"}, r"the keys \[1, 2\], expected 0 to 1, one for each output: number the labels from 0"),
+        ({"a": 0, "b": 1}, r"the keys \['a', 'b'\], expected 0 to 1"),
+        ({"0": "a", 0: "b"}, r"the keys \['0', 0\], expected 0 to 1"),
+        ({0: "a", 1: None}, r"the name None of output 1, expected a text or a number"),
+        ({0: ("a",), 1: "b"}, r"the name \('a',\) of output 0, expected a text or a number"),
+    ],
+)
+def test_labels_without_a_number_or_a_name_are_refused(names: Any, words: str) -> None:
+    config = tiny_bert(num_labels=2).config
+    config.id2label = names
+    with pytest.raises(ValueError, match=words):
+        label_names(config)
+
+
+def test_a_special_token_below_zero_is_none() -> None:
+    model = tiny_llama()
+    model.config.pad_token_id = -1  # as in the configs of the first LLaMA
+    assert "pad_token_id" not in describe_head(model, None)
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"problem_type": "multi_label_classification"}, "'multi_label_classification', expected 'single_label"),
@@ -173,3 +216,15 @@ def test_adapter_config_is_what_peft_would_write_by_full_names(tmp_path: Path) -
     assert model.peft_config["default"].inference_mode is False
     assert isinstance(model.peft_config["default"], LoraConfig)
     assert adapter_config(tiny_llama()) is None
+
+
+def test_numbers_of_numpy_are_numbers_of_an_adapter() -> None:
+    given = {"lora_dropout": np.float64(0.0), "lora_alpha": np.float64(4), "alpha_pattern": {"q_proj": np.float32(2)}}
+    found = adapter_config(with_lora(tiny_llama(), **given))
+    assert found is not None
+    assert (found["lora_dropout"], found["lora_alpha"], *set(found["alpha_pattern"].values())) == (0.0, 4.0, 2.0)
+
+
+def test_an_adapter_that_no_posterior_holds_is_named() -> None:
+    with pytest.raises(ValueError, match="the adapter of this model: lora_alpha must be a number > 0, got 0"):
+        adapter_config(with_lora(tiny_llama(), lora_alpha=0))

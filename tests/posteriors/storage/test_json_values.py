@@ -23,6 +23,7 @@ def test_plain_turns_what_configs_hold_into_json_values() -> None:
         "tuple": (1, 2),
         "path": Path("a/b"),
         "numpy": np.float32(0.5),
+        "double": np.float64(0.25),
         "flag": np.bool_(True),
         "tensor": torch.tensor([1, 2]),
         "dtype": torch.bfloat16,
@@ -33,12 +34,14 @@ def test_plain_turns_what_configs_hold_into_json_values() -> None:
         "tuple": [1, 2],
         "path": "a/b",
         "numpy": 0.5,
+        "double": 0.25,
         "flag": True,
         "tensor": [1, 2],
         "dtype": "bfloat16",
     }
     assert json_value(value, "config") == expected
     assert json.loads(json.dumps(json_value(value, "config"))) == expected
+    assert type(json_value(np.float64(0.25), "config")) is float  # numpy's double is an instance of float
 
 
 def test_plain_names_the_entry_that_is_no_data() -> None:
