@@ -71,6 +71,7 @@ DIAGNOSTICS = {
     "ladder_temperature": "Each T that the ladder tried.",
     "mirrored": "Whether every second chain had minus the noise of the chain before it. Such a pair counts as one.",
     "noise_ratio": "Variance of the sampler's noise over the variance of minibatch gradients. Good: well above 1.",
+    "noise_std_of_run": "Noise of the labels during the run. Predictions use noise_std, which fits held-out rows.",
     "num_chains": "Number of chains.",
     "num_draws_before_stop": "Number of draws of a chain until the run was stopped. If it is 0, there are no draws.",
     "num_logits": "Number of recorded logits.",

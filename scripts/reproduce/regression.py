@@ -133,7 +133,7 @@ def run(sets: Mapping[str, Dataset], method: MethodConfig | None, seed: int, noi
         config = trainer.posterior.config
         trainer.bayesian.detach()
     return {
-        "nll": metrics["test_nll"], "rmse": math.sqrt(metrics["test_mse"]), "covered": metrics["test_covered"],
+        "nll": metrics["test_nll"], "rmse": math.sqrt(metrics["test_mse"]), "coverage_error": metrics["test_ace"],
         "epistemic_std": metrics["test_epistemic_std"], "heldout_rmse": math.sqrt(heldout["eval_mse"]),
         "noise_std": config.head["noise_std"], "noise_std_of_run": config.diagnostics.get("noise_std_of_run"),
         "temperature": config.method.get("temperature"), "seconds": round(seconds),
@@ -180,11 +180,11 @@ def _table(runs: list[dict[str, Any]]) -> str:
         ours, theirs = (np.mean([each[seed]["rows"] for seed in shared], 0) / 1000 for each in (seeds, cells[PLAIN]))
         difference = "-" if name == PLAIN else paired_difference(ours, theirs)
         lines.append([
-            name, spread(found["nll"]), difference, spread(found["rmse"]), spread(found["covered"]),
+            name, spread(found["nll"]), difference, spread(found["rmse"]), spread(found["coverage_error"]),
             spread(found["epistemic_std"]), spread(found["noise_std"]), str(len(seeds)),
             f"{statistics.fmean(found['seconds']):.0f}",
         ])  # fmt: skip
-    head = ["method", "NLL", "NLL - plain's", "RMSE", "within one std", "epistemic std", "noise_std", "seeds", "CPU s"]
+    head = ["method", "NLL", "NLL - plain's", "RMSE", "coverage error", "epistemic std", "noise_std", "seeds", "CPU s"]
     return table(head, lines)
 
 

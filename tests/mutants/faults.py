@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.calibration import CALIBRATION
 from tests.mutants.fault import Fault
 from tests.mutants.fourth_review import FOURTH_REVIEW
+from tests.mutants.label_noise import LABEL_NOISE
 from tests.mutants.models_and_fits import MODELS_AND_FITS
 from tests.mutants.own_choices import OWN_CHOICES
 from tests.mutants.recommended import RECOMMENDED
@@ -350,5 +351,6 @@ FAULTS = (
     *SECOND_REVIEW,
     *THIRD_REVIEW,
     *FOURTH_REVIEW,
+    *LABEL_NOISE,
 )
 # fmt: on

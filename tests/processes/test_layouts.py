@@ -172,7 +172,9 @@ def test_a_laplace_pass_on_shared_rows_equals_one_process(launches, processes):
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("name", ["heldout2", "heldout1", "noise2", "noise1"])
+@pytest.mark.parametrize(
+    "name", ["heldout2", "heldout1", "noise2", "noise1", "learnt2", "learnt1", "run_learnt2", "run_learnt1"]
+)
 def test_held_out_prior_and_learnt_noise_equal_one_process(launches, processes, name):
     expected = launches[1].numbers[0][name]
     for numbers in launches[processes].numbers:

@@ -218,19 +218,26 @@ class Worker:
                         )  # fmt: skip
                         trainer.train()
                     self.numbers[f"{name}{chains}"] = trainer.posterior.config.diagnostics["laplace"]
-            labels = torch.randn(12, generator=torch.Generator().manual_seed(0)).tolist()
-            rows = [{**row, "label": label} for row, label in zip(runs.label_rows(12), labels, strict=True)]
-            trainer = runs.trainer(
-                self.out / f"noise{chains}",
-                LaplaceConfig(num_chains=chains, structure="full", num_samples=None, fit_noise=True, init_jitter=0.1),
-                model=tiny_bert(dtype=torch.float64, num_labels=1, hidden_size=4),
-                train=rows,
-                subspace="last_layer",
-                noise_std=2.0,
-                per_device_train_batch_size=4 // size,
+            evidence = LaplaceConfig(
+                num_chains=chains, structure="full", num_samples=None, fit_noise=True, init_jitter=0.1
             )
-            trainer.train()
-            self.numbers[f"noise{chains}"] = trainer.posterior.config.head["noise_std"]
+            learners = (("noise", evidence, 2.0), ("learnt", MeanFieldConfig(num_chains=chains), None))
+            for name, learner, given in learners:
+                trainer = runs.trainer(
+                    self.out / f"{name}{chains}",
+                    learner,
+                    model=tiny_bert(dtype=torch.float64, num_labels=1, hidden_size=4),
+                    train=numbered(12),
+                    eval_dataset=None if given else numbered(60),
+                    subspace="last_layer",
+                    noise_std=given,
+                    per_device_train_batch_size=4 // size,
+                )
+                trainer.train()
+                config = trainer.posterior.config
+                self.numbers[f"{name}{chains}"] = config.head["noise_std"]
+                if given is None:
+                    self.numbers[f"run_{name}{chains}"] = config.diagnostics["noise_std_of_run"]
 
     def calibrated(self) -> None:
         """The temperature of a mixture, of chains of their own and of chains that processes share."""
@@ -292,6 +299,12 @@ class Worker:
         self.numbers["writes"] = sorted(self.writes.names)
         save_file(self.tensors, self.out / f"rank_{rank}.safetensors")
         (self.out / f"rank_{rank}.json").write_text(json.dumps(self.numbers, default=float))
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    """Return rows with a number, which its tokens do not tell."""
+    labels = torch.randn(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return [{**row, "label": label} for row, label in zip(runs.label_rows(count), labels, strict=True)]
 
 
 def main() -> None:
