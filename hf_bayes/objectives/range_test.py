@@ -104,6 +104,11 @@ def plan_for(method: MethodConfig, num_steps: int) -> TrialPlan:
     return plan_trial(math.ceil(num_steps * method.requirements.gradients_per_update) * method.num_chains)
 
 
+def usual_rate(num_updates: int) -> float:
+    """Return the usual peak rate of so many updates of AdamW."""
+    return TYPICAL / math.sqrt(num_updates)
+
+
 def plan_trial(gradients: int) -> TrialPlan:
     """Return the trial that a run of so many gradients, of all its chains, can pay for."""
     for factors, typical in ((FACTORS, TYPICAL_OF_LONG), (FEW_FACTORS, TYPICAL)):

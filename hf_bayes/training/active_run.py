@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from hf_bayes.methods.registry import mirrors_chains
 from hf_bayes.models.statistics import with_batch_norm_statistics
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
+from hf_bayes.objectives.range_test import usual_rate
 from hf_bayes.objectives.starting import start_run
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.adamw_estimate import adamw_estimate
@@ -153,11 +155,13 @@ class ActiveRun:
         """Measure the noise of a regression at a short MAP estimate, which takes a tenth of the run's gradients."""
         steps = self.problem.num_steps
         count = min(steps, -(-steps * self.method.num_chains // 10))
-        found = adamw_estimate(
-            self.host, self.setup, self.rows, self.method, self.setup.start[None], self.problem, num_updates=count,
-            title="noise of the labels",
+        found = self.settings.found_rate  # of a run of all updates: a shorter one needs a larger rate
+        rate = usual_rate(count) if found is None else found * math.sqrt(steps / count)
+        mode = adamw_estimate(
+            self.host, self.setup, self.rows, self.method, self.setup.start[None], self.problem,
+            learning_rate=rate, num_updates=count, title="noise of the labels",
         )  # fmt: skip
-        with self.setup.model.showing(found):
+        with self.setup.model.showing(mode):
             noise.measure()
 
     @property

@@ -24,6 +24,7 @@ def adamw_estimate(
     start: Tensor,
     energy: Problem,
     *,
+    learning_rate: float,
     num_updates: int,
     title: str,
 ) -> Tensor:
@@ -33,9 +34,10 @@ def adamw_estimate(
         host: the trainer.
         setup: its settings that do not change.
         rows: its training rows.
-        method: the method of the run, whose rate of AdamW and weight of the prior are used.
+        method: the method of the run, whose weight of the prior is used.
         start: [1, d] the start.
         energy: the problem, with the prior.
+        learning_rate: the rate of the first update.
         num_updates: the number of updates.
         title: the title of the progress bar.
     Raises:
@@ -53,7 +55,7 @@ def adamw_estimate(
             start.to(args.device),
             energy,
             rows.shared_updates(),
-            learning_rate=method.adamw_learning_rate,
+            learning_rate=learning_rate,
             num_updates=num_updates,
             title=title,
             progress=not args.disable_tqdm and host.is_first_process,

@@ -32,8 +32,8 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
     count = min(count, steps)
     try:
         return adamw_estimate(
-            active.host, setup, active.rows, method, start, active.energy, num_updates=count,
-            title="MAP estimate, for comparison",
+            active.host, setup, active.rows, method, start, active.energy,
+            learning_rate=method.adamw_learning_rate, num_updates=count, title="MAP estimate, for comparison",
         )  # fmt: skip
     except FloatingPointError as error:  # a comparison that fails must not lose a finished run
         active.host.warn("the MAP estimate for comparison diverged and is left out: %s", error)

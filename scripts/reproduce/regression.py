@@ -52,7 +52,7 @@ METHODS: dict[str, MethodConfig | None] = {
     "nothing set": None,
     "deep ensemble": EnsembleConfig(num_chains=4),
     "mean-field VI": MeanFieldConfig(num_chains=4, num_draws=1),
-    "Laplace, linearised": LaplaceConfig(),
+    "Laplace, linearised": LaplaceConfig(structure="kronecker", fit_prior="evidence"),
 }
 GIVEN = ", noise given"
 """The end of a row's name, for runs with ``noise_std``."""

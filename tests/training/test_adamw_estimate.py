@@ -21,7 +21,7 @@ def test_an_estimate_has_less_energy_and_no_dropout(tmp_path: Path) -> None:
         run = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), model=with_lora(tiny_llama(), lora_dropout=dropout))
         active, start = runs.started(run), run.setup.start[None]
         given = TrainerHost(run), run.setup, run.rows, active.method, start, active.problem
-        found.append(adamw_estimate(*given, num_updates=30, title=""))
+        found.append(adamw_estimate(*given, learning_rate=1e-2, num_updates=30, title=""))
         at_both = torch.cat([start, found[-1]])
         batches = next(iter(run.rows.shared_updates()))
         run.bayesian.eval()

@@ -20,6 +20,7 @@ from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.objectives.range_test import usual_rate
 from hf_bayes.training import active_run
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.adamw_estimate import adamw_estimate
@@ -96,18 +97,32 @@ def test_a_run_begins_with_the_residuals_of_its_model(tmp_path: Path) -> None:
 def test_a_short_map_estimate_shows_the_noise(tmp_path: Path, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def kept(*args: Any, num_updates: int, **settings: Any) -> Tensor:
-        found.append((num_updates, adamw_estimate(*args, num_updates=num_updates, **settings)))
+    def kept(*args: Any, **settings: Any) -> Tensor:
+        found.append((settings, adamw_estimate(*args, **settings)))
         return found[-1][1]
 
     monkeypatch.setattr(active_run, "adamw_estimate", kept)
     watch = watched(tmp_path, method, map_updates=0)
     assert watch.trainer is not None
-    ((count, theta),) = found
-    assert count == 3  # a tenth of the gradients of two chains, rounded up
+    ((settings, theta),) = found
+    assert settings["num_updates"] == 3  # a tenth of the gradients of two chains, rounded up
+    assert settings["learning_rate"] == usual_rate(3)
     expected = root_mean_square(watch.trainer, theta, rows(60, seed=5))
     assert [noise for _, noise in watch.seen.values()] == [pytest.approx(expected, rel=1e-5)] * 12
     assert watch.trainer.posterior.config.diagnostics["noise_std_of_run"] == watch.seen[12][1]
+
+
+def test_a_short_estimate_has_the_rate_of_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+
+    def kept(*args: Any, **settings: Any) -> Tensor:
+        rates.append(settings["learning_rate"])
+        return adamw_estimate(*args, **settings)
+
+    monkeypatch.setattr(active_run, "adamw_estimate", kept)
+    active = runs.started(trainer(tmp_path, MeanFieldConfig(num_chains=2), learning_rate=None, max_steps=50))
+    assert active.settings.found_rate is not None
+    assert rates == [pytest.approx(active.settings.found_rate * math.sqrt(50 / 10))]
 
 
 def test_a_warm_start_ends_with_a_measurement(tmp_path: Path) -> None:
