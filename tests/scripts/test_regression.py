@@ -47,6 +47,7 @@ def test_runs_are_kept_and_not_made_again(
 
     monkeypatch.setattr(regression, "UPDATES", 40)
     monkeypatch.setattr(regression, "METHODS", {regression.PLAIN: MAPConfig(), "nothing set": None})
+    monkeypatch.setattr(regression, "DRAWN", ("nothing set",))
     monkeypatch.setattr(regression, "rows_of", lambda target: sets)
     monkeypatch.setattr(regression, "model_of", model)
     monkeypatch.setattr(regression, "run", seen)
