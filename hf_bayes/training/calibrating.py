@@ -36,7 +36,7 @@ def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
         return "calibrate=False"
     if reason := reason_without_temperature(model):
         return reason
-    return reason_without_rows(host)
+    return reason_without_rows(host.args, host.eval_dataset)
 
 
 def require_calibration(host: TrainerHost, model: BayesianModel) -> None:

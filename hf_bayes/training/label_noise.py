@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,9 @@ from hf_bayes.metrics.noise_fit import FACTORS, MIN_LABELS, NoiseFit, fit_noise
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictives.noise import nll_at_noise
 from hf_bayes.models.predictors import Predictive
+from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data.heldout_rows import HeldOutData, evenly_spread, reason_without_rows
-from hf_bayes.training.trainer_host import TrainerHost
+from hf_bayes.training.trainer_host import TrainerHost, eval_sets, heldout_name
 from hf_bayes.uncertainty.likelihoods import Normal
 
 MOST_ROWS = 200
@@ -128,23 +130,31 @@ def needs_pilot(method: MethodConfig) -> bool:
     return method.temperature > 0 and not method.num_warm_start_steps and not needs.final_pass
 
 
-def require_labels(host: TrainerHost, model: BayesianModel) -> None:
-    """Check, before the first update, that held-out rows can determine the noise. Warn of labels far from 0.
-
-    The labels give the noise until a run begins, so that an evaluation before it has a scale.
+def require_rows_for_noise(args: BayesianTrainingArguments, eval_dataset: Any) -> None:
+    """Check that a trainer has enough held-out rows to learn the noise of a regression from.
 
     Raises:
-        ValueError: without such rows.
+        ValueError: if not; what is missing, in words.
     """
-    reason = reason_without_rows(host)
-    if reason is None and (count := HeldOutData(host).count_terms(model)) < MIN_LABELS:
-        reason = f"eval_dataset has {count} rows with labels"
+    reason, name = reason_without_rows(args, eval_dataset), heldout_name(eval_dataset)
+    if reason is None and name is not None:
+        count = len(eval_sets(eval_dataset)[name])
+        reason = f"eval_dataset has {count}" if count < MIN_LABELS else None
     if reason is not None:
         raise ValueError(
             "a regression needs the standard deviation of its labels' noise. Without noise_std it is learnt from "
-            f"{MIN_LABELS} held-out rows or more, and {reason}: give an eval_dataset, or noise_std > 0"
+            f"{MIN_LABELS} held-out rows or more, and {reason}: give an eval_dataset with more rows, or noise_std > 0"
         )
+
+
+def begin_with_spread(host: TrainerHost, model: BayesianModel) -> None:
+    """Take the standard deviation of held-out labels as the noise, until a run begins. Warn of labels far from 0.
+
+    Raises:
+        ValueError: if rows have no labels, or all labels are equal.
+    """
     rows = HeldOutData(host)
+    rows.count_terms(model)  # refuses rows without labels
     batches = rows.by_number(evenly_spread(len(rows.rows), MOST_ROWS))
     labels = torch.cat([batch["labels"].double().reshape(len(batch["labels"]), -1) for batch in batches])
     spread = float(labels.std(0).mean())

@@ -21,7 +21,7 @@ from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.preferences import PairRows
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.diagnosis import Diagnosis
-from hf_bayes.training.label_noise import require_labels
+from hf_bayes.training.label_noise import begin_with_spread
 from hf_bayes.training.learning_rate import LearningRate, check_schedule, schedule
 from hf_bayes.training.reports.step_lines import shorten_lines
 from hf_bayes.training.resuming import RunCheckpoints
@@ -63,7 +63,7 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     require_all_chains(method, setup.mesh)
     refuse_batch_statistics(host, model, method)
     if setup.learns_noise:
-        require_labels(host, model)
+        begin_with_spread(host, model)
     heldout = HeldOutData(host)
     heldout.check_sets(model, besides=None if needs.heldout == "none" else heldout_name(host.eval_dataset))
     if needs.heldout != "none":

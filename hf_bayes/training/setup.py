@@ -32,6 +32,7 @@ from hf_bayes.training.checks.arguments import refuse_arguments
 from hf_bayes.training.checks.host_trainers import config_kept
 from hf_bayes.training.checks.memory import require_memory
 from hf_bayes.training.checks.rows import refuse_other_priors, refuse_other_weights, refuse_overwritten_prior
+from hf_bayes.training.label_noise import require_rows_for_noise
 from hf_bayes.training.prepared_model import prepared, unit_of
 from hf_bayes.training.trainer_host import eval_sets, expected_updates, heldout_name
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
@@ -103,7 +104,9 @@ def set_up(
         if was_attached:
             refuse_other_likelihood(likelihood, ready)
         else:
-            noise = 1.0 if learns_noise else noise  # until the labels are known
+            if learns_noise:
+                require_rows_for_noise(args, kwargs.get("eval_dataset"))
+                noise = 1.0  # until the labels are known
             ready = attach(ready, subspace=subspace, noise_std=noise, likelihood=likelihood)
         stack.enter_context(given_back_on_error(ready, was_attached=was_attached))
         warn_of_resized_base(ready.model, ready.core)

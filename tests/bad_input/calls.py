@@ -168,7 +168,7 @@ CALLS = [
     Call(CLASSIFY.replace("rows", "null"), ("line 3 of null.jsonl: 'text' holds nothing",)),
     Call(CLASSIFY.replace("rows", "one_class"), ("needs two classes or more", "['odd']")),
     Call(CLASSIFY.replace("rows", "whole_numbers"), ("holds fractions such as 1.0", "set regression")),
-    Call(CLASSIFY.replace("rows", "numbers"), ("learnt from 50 held-out rows", "give an eval_dataset, or noise_std")),
+    Call(CLASSIFY.replace("rows", "numbers"), ("learnt from 50 held-out rows", "give an eval_dataset with more rows")),
     Call(CLASSIFY.replace("rows", "mappings"), ("the column 'label' holds mappings",)),
     Call(f"{CLASSIFY.replace('rows', 'not_finite')} --noise_std 1", ("has the label", "expected a finite number")),
     Call(f"{CLASSIFY} --label_column zebra", ("no column 'zebra', only text, label",)),

@@ -245,7 +245,7 @@ def test_labels_far_from_zero_are_warned_of(tmp_path: Path, caplog: pytest.LogCa
     ("heldout", "words"),
     [
         (None, "there is no eval_dataset"),
-        (49, "eval_dataset has 49 rows with labels"),
+        (49, "eval_dataset has 49: give"),
         ({"a": rows(60), "b": rows(60)}, "none is named 'heldout'"),
         ([{**row, "label": 1.5} for row in rows(60)], "all labels of eval_dataset are 1.5"),
     ],

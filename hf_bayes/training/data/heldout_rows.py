@@ -15,24 +15,26 @@ from hf_bayes.objectives.data_access import row_batches
 from hf_bayes.objectives.data_rows import in_words, is_stream
 from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.posteriors.tasks import TASKS
+from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checks.rows import refuse_other_heldout_rows, require_heldout
 from hf_bayes.training.data.fingerprint import describe_rows
-from hf_bayes.training.trainer_host import TrainerHost, heldout_name
+from hf_bayes.training.trainer_host import TrainerHost, eval_sets, heldout_name
 from hf_bayes.uncertainty.likelihoods import refuse_labels
 
 CHECKED_ROWS = 64
 """The rows of a batch that are checked at once."""
 
 
-def reason_without_rows(host: TrainerHost) -> str | None:
+def reason_without_rows(args: BayesianTrainingArguments, eval_dataset: Any) -> str | None:
     """Return, in words, why nothing can be fitted to a trainer's held-out rows; None if it can."""
-    if host.args.private_rows:
+    if args.private_rows:
         return "private_rows keeps the rows of every process apart"
-    if host.eval_dataset is None:
+    if eval_dataset is None:
         return "there is no eval_dataset"
-    if heldout_name(host.eval_dataset) is None:
-        return f"eval_dataset has several sets ({', '.join(map(str, host.eval_sets))}) and none is named 'heldout'"
-    if is_stream(HeldOutData(host).rows):
+    name, sets = heldout_name(eval_dataset), eval_sets(eval_dataset)
+    if name is None:
+        return f"eval_dataset has several sets ({', '.join(map(str, sets))}) and none is named 'heldout'"
+    if is_stream(sets[name]):
         return "eval_dataset is a stream, whose rows have no numbers"
     return None
 
