@@ -26,7 +26,7 @@ class LabelArguments:
     pair_column: str | None = field(default=None, metadata={"help": "Column of a second text, if rows are pairs."})
     label_column: str = field(
         default="label",
-        metadata={"help": "Column of the labels. They are classes, lists of classes, or fractions (a regression)."},
+        metadata={"help": "Column of the labels. Classes, lists of classes, or decimal numbers (a regression)."},
     )
     regression: bool = field(
         default=False, metadata={"help": "Labels are numbers to predict, also where they are integers."}
@@ -51,7 +51,7 @@ def classifier(
     """Load the model with its LoRA and a head for the labels, and encode the texts.
 
     A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. A column of
-    fractions gives a regression, and one of integers does so with ``labels.regression`` or ``args.noise_std``.
+    decimal numbers gives a regression, and one of integers does so with ``labels.regression`` or ``args.noise_std``.
 
     Parameters that the checkpoint lacks, such as a head for these labels, are learnt.
 

@@ -31,7 +31,7 @@ OWN = {
     "map_updates": "Updates of the MAP estimate to compare with. 0: none.",
     "calibrate": "Fit a temperature of the predictions on held-out rows. Default: where possible.",
     "probe_steps": "Updates between two checks of the chains' convergence. 0: none.",
-    "noise_std": "Standard deviation of the noise of labels that are numbers. Default: learnt.",
+    "noise_std": "Standard deviation of the noise of labels that are numbers. Default: learnt from held-out rows.",
     "private_rows": "Rows stay in the process that has them.",
 }
 """Our training arguments -> their words in the short help."""

@@ -65,7 +65,7 @@ def labelled_text(
         text_column: the column of the text.
         pair_column: the column of a second text, such as the hypothesis beside a premise.
         label_column: the column of the labels.
-        numbers: True if labels are numbers to predict (a regression) instead of classes. Fractions always are.
+        numbers: True if labels are numbers to predict (a regression) instead of classes. Decimal numbers always are.
         max_length: the largest number of tokens in a row. None uses the limit of the tokenizer.
         place: a function from a split and the number of a row to words for it, for errors.
     Raises:
@@ -166,12 +166,12 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
     else:
         found = _values(train[column] if several else [train.unique(column)])
         if any(isinstance(value, float) for value in found):
-            # a table with empty cells has integers as fractions, too: these are classes, or were meant to be
+            # in a table with empty cells, classes that were integers have a decimal point, too
             if not several and not all(float(value).is_integer() for value in found if math.isfinite(value)):
                 return NUMBERS
             raise ValueError(
-                f"the column {column!r} holds fractions such as 1.0, expected classes: integers or strings. (A table "
-                "with empty cells has fractions in place of integers.) To predict one number for a text set regression"
+                f"the column {column!r} holds numbers with a decimal point, expected classes: integers or strings. "
+                "(A table with empty cells has 1.0 in place of 1.) To predict a number for each text, set regression"
             )
         index = {value: number for number, value in enumerate(sorted(found))}
         names = [str(value) for value in index]
@@ -226,6 +226,6 @@ NUMBERS = LabelReader(
     {"num_labels": 1, "problem_type": "regression"},
     finite_number,
     "a finite number",
-    "drop such rows, or make classes integers or strings",
+    "fill in the number, or drop the row",
 )
 """The labels of a regression."""

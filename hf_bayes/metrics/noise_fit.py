@@ -21,7 +21,7 @@ MIN_LABELS = 50
 """A smaller number of held-out labels does not determine a noise: with 50 its error is a tenth."""
 
 FACTORS = torch.logspace(-1, 1, 25, base=6, dtype=torch.float64)
-"""[G] The standard deviations to try, as multiples of the one that the run had."""
+"""[G] The standard deviations to try, as multiples of the root mean square of the residuals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,15 @@ class NoiseFit:
 
     Attributes:
         noise_std: the standard deviation, in units of the labels.
-        before: the standard deviation that the run had.
-        nll: nats per row at ``before``.
-        fitted_nll: nats per row at ``noise_std``. Each tenth of the rows is judged at the value that the others give.
+        of_run: the standard deviation that the run had.
+        nll: nats per row at ``of_run``.
+        fitted_nll: nats per row at ``noise_std``. Each tenth of the rows is judged at the noise that is fitted to the
+            other nine tenths.
         num_rows: the number of rows.
     """
 
     noise_std: float
-    before: float
+    of_run: float
     nll: float
     fitted_nll: float
     num_rows: int
@@ -45,31 +46,33 @@ class NoiseFit:
     def describe(self) -> str:
         """Return the result in one sentence."""
         return (
-            f"noise_std {self.noise_std:.3g}, learnt from {self.num_rows} held-out rows ({self.before:.3g} during the "
+            f"noise_std {self.noise_std:.3g}, learnt from {self.num_rows} held-out rows ({self.of_run:.3g} during the "
             f"run): held-out NLL {self.nll:.4f} to {self.fitted_nll:.4f}"
         )
 
 
-def fit_noise(nll: Tensor, before: float) -> NoiseFit:
+def fit_noise(nll: Tensor, noise_stds: Tensor, of_run: float) -> NoiseFit:
     """Return the noise that minimises the NLL of held-out rows.
 
     Args:
-        nll: [n, G] nats of each row at the standard deviations ``before`` times ``FACTORS``.
-        before: the standard deviation that the run had.
+        nll: [n, G + 1] nats of each row at each of ``noise_stds``, and at ``of_run``.
+        noise_stds: [G] a multiple of ``FACTORS``.
+        of_run: the standard deviation that the run had.
     Raises:
         ValueError: for an NLL that is not finite.
     """
     values = nll.double().cpu().numpy()
     if not np.isfinite(values).all():
         raise ValueError("the NLL of held-out rows is not finite at some noise: check their labels and the predictions")
+    values, at_run = values[:, :-1], values[:, -1]
     groups = np.arange(len(values)) % NUM_GROUPS
     sums = np.stack([values[groups == group].sum(0) for group in range(NUM_GROUPS)])
-    others = [_best(sums.sum(0) - one) for one in sums]
-    fitted = sum(float(_curve(one)(log_factor)) for one, log_factor in zip(sums, others, strict=True))
+    without_group = [_best(sums.sum(0) - one) for one in sums]
+    fitted = sum(float(_curve(one)(log_factor)) for one, log_factor in zip(sums, without_group, strict=True))
     return NoiseFit(
-        noise_std=before * math.exp(_best(sums.sum(0))),
-        before=before,
-        nll=float(_curve(sums.sum(0))(0.0)) / len(values),
+        noise_std=float(noise_stds[0] / FACTORS[0]) * math.exp(_best(sums.sum(0))),
+        of_run=of_run,
+        nll=float(at_run.mean()),
         fitted_nll=fitted / len(values),
         num_rows=len(values),
     )

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_bayes.core.rng import generator
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.uncertainty.likelihoods import Likelihood
 
 PROBE_TERMS, LEAST_ROWS = 240, 16
 MAX_CLASSES, MOST_LIKELY = 8, 4
@@ -49,19 +50,23 @@ class Probe:
         choose: number of terms -> prepared batches with labels, which have at least so many terms.
         start: [d] the start of the run, which decides for which classes logits are kept.
         seed: the seed of the choice of classes, for a head that is drawn anew.
+        likelihood: returns the likelihood of the run now; that of the model may be a fit at the end of the run. None
+            keeps the model's at the start.
     """
 
     def __init__(
-        self, objective: ModelObjective, choose: Callable[[int], list[dict[str, Any]]], start: Tensor, *, seed: int
-    ) -> None:
+        self, objective: ModelObjective, choose: Callable[[int], list[dict[str, Any]]], start: Tensor, *, seed: int,
+        likelihood: Callable[[], Likelihood] | None = None,
+    ) -> None:  # fmt: skip
         self._objective, self._choose, self._start, self._seed = objective, choose, start, seed
-        self._likelihood = objective.model.likelihood  # a fit at the end of the run may replace it
+        at_start = objective.model.likelihood
+        self._likelihood = likelihood or (lambda: at_start)
         self.batches: list[dict[str, Any]] | None = None
         self.columns: Tensor | None = None
 
     def __call__(self, theta: Tensor) -> ProbeValues:
         """Return log-probabilities and logits under theta [M, d]; for private rows, one mean for each process."""
-        objective, likelihood = self._objective, self._likelihood
+        objective, likelihood = self._objective, self._likelihood()
         if self.batches is None:
             self.batches = self._choose(PROBE_TERMS)
             self.columns = self._choose_columns(self.batches)
@@ -100,7 +105,7 @@ class Probe:
                 return None
             drawn = torch.rand(logits.shape[1:], generator=rng).to(logits.device)
             start = logits[0].float() if model.term_kind == "token" else drawn
-            if not self._likelihood.labels_per_output:  # log p of the label is kept anyway
+            if not self._likelihood().labels_per_output:  # log p of the label is kept anyway
                 start = start.scatter(1, labels[:, None], -math.inf)
             return start.topk(MOST_LIKELY, dim=1).indices
 

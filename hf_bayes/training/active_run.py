@@ -33,12 +33,12 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data.heldout_rows import HeldOutData
 from hf_bayes.training.data.rows import TrainingRows
 from hf_bayes.training.data.varying import rows_vary
-from hf_bayes.training.label_noise import LabelNoise, needs_pilot
+from hf_bayes.training.label_noise import LabelNoise, needs_pilot, pilot_updates
 from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.reports.own_choices import has_choices, report_ladder, report_step_size
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.trainer_host import TrainerHost
-from hf_bayes.uncertainty.likelihoods import Normal
+from hf_bayes.uncertainty.likelihoods import Likelihood, Normal
 
 MOST_ROWS_OF_STATISTICS = 2**13
 """The largest number of training rows from which the statistics of batch normalisation are estimated."""
@@ -152,15 +152,19 @@ class ActiveRun:
         self.show_chains()
 
     def _measure_noise_near_mode(self, noise: LabelNoise) -> None:
-        """Measure the noise of a regression at a short MAP estimate, which takes a tenth of the run's gradients."""
+        """Measure the noise of a regression at a short MAP estimate. If this diverges, the noise stays as it is."""
         steps = self.problem.num_steps
-        count = min(steps, -(-steps * self.method.num_chains // 10))
+        count = pilot_updates(self.method, steps)
         found = self.settings.found_rate  # of a run of all updates: a shorter one needs a larger rate
         rate = usual_rate(count) if found is None else found * math.sqrt(steps / count)
-        mode = adamw_estimate(
-            self.host, self.setup, self.rows, self.method, self.setup.start[None], self.problem,
-            learning_rate=rate, num_updates=count, title="noise of the labels",
-        )  # fmt: skip
+        try:
+            mode = adamw_estimate(
+                self.host, self.setup, self.rows, self.method, self.setup.start[None], self.problem,
+                learning_rate=rate, num_updates=count, title="noise of the labels",
+            )  # fmt: skip
+        except FloatingPointError as error:
+            self.host.warn("noise_std stays at %.3g, because a short MAP estimate diverged: %s", noise.of_run, error)
+            return
         with self.setup.model.showing(mode):
             noise.measure()
 
@@ -198,7 +202,13 @@ class ActiveRun:
         """Return a probe whose forwards cost at most a fiftieth of ``interval`` updates."""
         most = max(LEAST_ROWS, interval * self.rows.scale.rows_per_update // 50)
         choose = partial(self.rows.first_terms, most_rows=most)
-        return Probe(self.objective, choose, self.setup.start, seed=self.host.args.seed)
+        seed, likelihood = self.host.args.seed, lambda: self.likelihood
+        return Probe(self.objective, choose, self.setup.start, seed=seed, likelihood=likelihood)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood that the run samples with now; that of the model may be a fit at the end of the run."""
+        return self.setup.likelihood if self.noise is None else self.noise.likelihood
 
     @property
     def chosen_prior(self) -> IndependentPrior | Gaussian:

@@ -180,7 +180,7 @@ class Diagnosis:
 
     def _prior_loss_ratios(self, draws: Tensor) -> dict[str, Tensor]:
         """Return ``plausibility.prior_loss_ratio`` of draws [M, S, d]; the probe has the likelihood of the start."""
-        active, likelihood, start = self._active, self._active.setup.likelihood, self._active.setup.start
+        active, likelihood, start = self._active, self._active.likelihood, self._active.setup.start
         assert active.monitor.probe is not None
         at_start = active.monitor.probe(start[None]).log_lik.mean()
         best = likelihood.max_log_prob(active.setup.model.num_outputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 from hf_bayes.diagnostics.comparison import difference_std_error
@@ -94,18 +94,20 @@ def _beside_map(
         nlls: the posterior's NLL in nats on each data set, by the data set's name with an underscore at its end; the
             name of an only data set is "".
     """
-    point = map_of_run(posterior, active)
+    rival, model, noise = None, active.setup.model, active.noise
+    with nullcontext() if noise is None else noise.using(noise.of_run):
+        point = map_of_run(posterior, active)
     if point is None:
         return {}
     point = active.with_batch_norm_statistics(point)
-    rival, model, noise = None, active.setup.model, active.noise
     if posterior.config.calibration:  # as for the posterior: what cannot be fitted has been said already
         with model.showing(point):
             rival = calibrate(active)
     with ExitStack() as stack:
         stack.enter_context(model.showing(point, temperature=1.0 if rival is None else rival.temperature))
         if noise is not None:
-            stack.enter_context(noise.fitted(most_rows(active)))
+            found = noise.best_fit(most_rows(active))
+            stack.enter_context(noise.using(None if found is None else found.noise_std))
         alone = active.host.measure("map")
     figures = {f"{name}map_nll": alone[f"map_{name}nll"] for name in nlls}
     for name, nll in nlls.items():

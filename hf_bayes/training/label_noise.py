@@ -1,8 +1,8 @@
 """The noise of a regression for which no ``noise_std`` was given, learnt from held-out rows.
 
 A label is y = f(x) + N(0, sigma^2). The run needs sigma, because the posterior weighs the data by 1 / sigma^2. The
-residuals of training rows are too small, because the model was fitted to them. So held-out rows determine sigma, at up
-to three moments:
+residuals of training rows are too small, because the model was fitted to them. So held-out rows determine sigma, up to
+three times:
 
 1. Before the first update: the root mean square of the residuals. For a new head this is nearly the spread of the
    labels.
@@ -12,8 +12,8 @@ to three moments:
 3. At the end: the sigma with the smallest NLL of the predictions (``metrics.noise_fit``). Predictions use it, and the
    posterior stores it as its ``noise_std``.
 
-The second value defines the posterior that is sampled. It contains how far the members are from the truth together with
-the noise of the labels. Held-out rows cannot tell these apart.
+The second value defines the posterior that is sampled. It contains the errors of the members as well as the noise of
+the labels. Held-out rows cannot tell these apart.
 """
 
 from __future__ import annotations
@@ -40,78 +40,91 @@ from hf_bayes.uncertainty.likelihoods import Normal
 MOST_ROWS = 200
 """The largest number of held-out rows that determine the noise during a run. Its error is then a twentieth."""
 
-MOST_DISTANCE = 3.0
+LEAST_PILOT = 20
+"""The smallest number of updates of a MAP estimate for the noise. A kernel's run may have few updates."""
+
+MAX_RELATIVE_MEAN = 3.0
 """The mean of the labels over their standard deviation, above which a run warns: a new head begins at 0."""
 
 
 class LabelNoise:
-    """The noise of a trainer's run. Its only state is the likelihood of the model.
+    """The noise of a trainer's run, which is also that of its model.
 
     Args:
         host: the trainer.
         model: the model, whose current members are those of the run.
-        saved: the noise of the checkpoint that the run resumes from; None measures it.
+        resumed: the noise in the checkpoint that the run resumes from; None measures it.
+    Attributes:
+        of_run: the standard deviation of the noise that the run samples with now, in units of the labels.
     """
 
-    def __init__(self, host: TrainerHost, model: BayesianModel, saved: float | None) -> None:
+    of_run: float
+
+    def __init__(self, host: TrainerHost, model: BayesianModel, resumed: float | None) -> None:
         self._host, self._model, self._rows = host, model, HeldOutData(host)
-        if saved is None:
+        if resumed is None:
             self.measure()
         else:
-            self.use(saved)
+            self._set_of_run(resumed)
 
     @property
-    def std(self) -> float:
-        """The standard deviation of the noise, in units of the labels."""
-        found = self._model.likelihood.noise_std
-        assert found is not None
-        return found
-
-    def use(self, noise_std: float) -> None:
-        """Let the model use this noise."""
-        self._model.likelihood = Normal(noise_std)
+    def likelihood(self) -> Normal:
+        """The likelihood of the run, also after a fit at its end."""
+        return Normal(self.of_run)
 
     def measure(self) -> None:
-        """Take the root mean square of the residuals of the current members as the noise.
+        """Take the root mean square of the residuals of the current members as the noise of the run.
 
         Raises:
             ValueError: if it is 0 or not finite.
         """
-        found = math.sqrt(float(self._read(_squares, MOST_ROWS).mean()))
+        found = self._root_mean_square()
         if not 0 < found < math.inf:
             raise ValueError(
                 f"the residuals of the held-out rows have the root mean square {found:g}, so there is no noise to "
                 "learn: check the labels of eval_dataset, or give noise_std"
             )
-        self.use(found)
+        self._set_of_run(found)
 
-    def fit(self, most: int) -> NoiseFit:
-        """Return the noise that fits the predictions that the model makes now.
+    def best_fit(self, max_rows: int) -> NoiseFit | None:
+        """Return the noise that fits the current predictions best; None, with a warning, if it cannot be fitted.
 
         Args:
-            most: the largest number of held-out rows to use.
+            max_rows: the largest number of held-out rows to use.
         """
-        before = self.std
-        return fit_noise(self._read(lambda found, labels: nll_at_noise(found, labels, before * FACTORS), most), before)
+        stds = self._root_mean_square() * FACTORS
+
+        def nll(prediction: Predictive, labels: Tensor) -> Tensor:
+            return nll_at_noise(prediction, labels, torch.cat([stds, stds.new_tensor([self.of_run])]))
+
+        try:
+            return fit_noise(self._of_rows(nll, max_rows), stds, self.of_run)
+        except ValueError as error:  # a finished run must not be lost
+            self._host.warn("noise_std stays at %.3g, that of the run: %s", self.of_run, error)
+            return None
 
     @contextmanager
-    def fitted(self, most: int) -> Iterator[None]:
-        """Use the noise that fits the current predictions until the end of the block.
-
-        Args:
-            most: the largest number of held-out rows to use.
-        """
-        before = self.std
-        self.use(self.fit(most).noise_std)
+    def using(self, noise_std: float | None) -> Iterator[None]:
+        """Let the model use another noise until the end of the block; None changes nothing."""
+        before = self._model.likelihood
+        if noise_std is not None:
+            self._model.likelihood = Normal(noise_std)
         try:
             yield
         finally:
-            self.use(before)
+            self._model.likelihood = before
 
-    def _read(self, read: Callable[[Predictive, Tensor], Tensor], most: int) -> Tensor:
-        """Return [n, ...] what ``read`` makes of the predictions of held-out rows with labels."""
+    def _set_of_run(self, noise_std: float) -> None:
+        self.of_run = noise_std
+        self._model.likelihood = self.likelihood
+
+    def _root_mean_square(self) -> float:
+        return math.sqrt(float(self._of_rows(_squared_residuals, MOST_ROWS).mean()))
+
+    def _of_rows(self, read: Callable[[Predictive, Tensor], Tensor], max_rows: int) -> Tensor:
+        """Return [n, ...], the results of ``read`` for held-out rows: (prediction, labels) -> [rows, ...]."""
         model, host = self._model, self._host
-        numbers = evenly_spread(len(self._rows.rows), most)
+        numbers = evenly_spread(len(self._rows.rows), max_rows)
         with torch.no_grad(), evaluating(model), host.evaluation_autocast():
             found = [
                 model.read_predictions(batch, lambda prediction, labels: {"": read(prediction, labels)})[0][""]
@@ -121,13 +134,24 @@ class LabelNoise:
 
 
 def needs_pilot(method: MethodConfig) -> bool:
-    """Return whether a short MAP estimate has to show the noise, because the chains of the run itself are at no mode.
+    """Return whether the noise is measured at a short MAP estimate, because chains of the method begin far from a mode.
 
-    A warm start by AdamW ends near one, and so do the updates before a final pass. A method at T = 0 weighs only its
-    prior by the noise.
+    A warm start by AdamW ends near one, and so do the updates before a final pass. For a method at T = 0, the noise
+    only changes the weight of the prior.
     """
     needs = method.requirements
     return method.temperature > 0 and not method.num_warm_start_steps and not needs.final_pass
+
+
+def pilot_updates(method: MethodConfig, num_steps: int) -> int:
+    """Return the number of updates of that MAP estimate: a tenth of the run's gradients, or ``LEAST_PILOT``.
+
+    Args:
+        method: the method of the run.
+        num_steps: the number of its updates.
+    """
+    gradients = num_steps * method.requirements.gradients_per_update * method.num_chains
+    return max(LEAST_PILOT, min(num_steps, math.ceil(gradients / 10)))
 
 
 def require_rows_for_noise(args: BayesianTrainingArguments, eval_dataset: Any) -> None:
@@ -139,11 +163,12 @@ def require_rows_for_noise(args: BayesianTrainingArguments, eval_dataset: Any) -
     reason, name = reason_without_rows(args, eval_dataset), heldout_name(eval_dataset)
     if reason is None and name is not None:
         count = len(eval_sets(eval_dataset)[name])
-        reason = f"eval_dataset has {count}" if count < MIN_LABELS else None
+        reason = f"eval_dataset has {count} rows" if count < MIN_LABELS else None
     if reason is not None:
         raise ValueError(
             "a regression needs the standard deviation of its labels' noise. Without noise_std it is learnt from "
-            f"{MIN_LABELS} held-out rows or more, and {reason}: give an eval_dataset with more rows, or noise_std > 0"
+            f"{MIN_LABELS} held-out rows or more, and {reason}. Hold out more rows as an eval_dataset "
+            "(--validation_fraction or --validation_file of hf-bayes), or give noise_std > 0"
         )
 
 
@@ -157,22 +182,24 @@ def begin_with_spread(host: TrainerHost, model: BayesianModel) -> None:
     rows.count_terms(model)  # refuses rows without labels
     batches = rows.by_number(evenly_spread(len(rows.rows), MOST_ROWS))
     labels = torch.cat([batch["labels"].double().reshape(len(batch["labels"]), -1) for batch in batches])
-    spread = float(labels.std(0).mean())
-    if not spread > 0:
+    means, stds = labels.mean(0), labels.std(0)
+    if not bool((stds > 0).any()):
         raise ValueError(
-            f"all labels of eval_dataset are {float(labels[0, 0]):g}: a regression needs labels that differ"
+            f"all labels of eval_dataset are {float(labels[0, 0]):g}, expected numbers that differ: check the data"
         )
-    model.likelihood = Normal(spread)
-    distance = float((labels.mean(0).abs() / labels.std(0)).max())
-    if distance > MOST_DISTANCE:
+    model.likelihood = Normal(float(stds.square().mean().sqrt()))
+    relative = torch.where(stds > 0, means.abs() / stds, 0.0)
+    worst = int(relative.argmax())
+    if relative[worst] > MAX_RELATIVE_MEAN:
+        which = f"number {worst} of the labels has" if len(means) > 1 else "the labels have"
         host.warn(
-            "the labels have mean %.3g and standard deviation %.3g. A new head begins at 0 and needs many updates to "
-            "get there: subtract the mean from the labels, and divide them by the standard deviation",
-            float(labels.mean()), spread,
+            "%s mean %.3g and standard deviation %.3g. A new head begins at 0 and needs many updates to get there: "
+            "subtract the mean from the labels, and divide them by the standard deviation",
+            which, float(means[worst]), float(stds[worst]),
         )  # fmt: skip
 
 
-def _squares(found: Predictive, labels: Tensor) -> Tensor:
-    """Return [n] the squared residuals, a mean over members and over the numbers of a label."""
-    residuals = labels.to(found.logits).reshape(found.logits.shape) - found.logits
-    return (residuals.square() + found.parts["epistemic_std"].square()).mean(-1)
+def _squared_residuals(prediction: Predictive, labels: Tensor) -> Tensor:
+    """Return [n] means over the members and over the numbers of a label."""
+    residuals = labels.to(prediction.logits).reshape(prediction.logits.shape) - prediction.logits
+    return (residuals.square() + prediction.parts["epistemic_std"].square()).mean(-1)

@@ -20,6 +20,7 @@ from hf_bayes.training.heldout_metrics import HeldOutEvaluation, heldout_evaluat
 from hf_bayes.training.reports.own_choices import report_departure
 from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
+from hf_bayes.uncertainty.likelihoods import Normal
 
 NO_POSTERIOR = "there is no posterior yet: call train() first"
 
@@ -144,15 +145,13 @@ def _with_learnt_noise(posterior: Posterior, active: ActiveRun) -> Posterior:
     if active.noise is None or active.method.requirements.fits_noise:
         return posterior
     with predicting_as_loaded(active.setup.model, posterior):
-        try:
-            found = active.noise.fit(most_rows(active))
-        except ValueError as error:  # a finished run must not be lost
-            active.host.warn("noise_std stays at %.3g, that of the run: %s", active.noise.std, error)
-            return posterior
-    active.noise.use(found.noise_std)
+        found = active.noise.best_fit(most_rows(active))
+    if found is None:
+        return posterior
+    active.setup.model.likelihood = Normal(found.noise_std)
     active.host.say(found.describe())
     config = posterior.config
-    diagnostics = {**config.diagnostics, "noise_std_of_run": found.before}
+    diagnostics = {**config.diagnostics, "noise_std_of_run": found.of_run}
     changed = dataclasses.replace(config, head={**config.head, "noise_std": found.noise_std}, diagnostics=diagnostics)
     return dataclasses.replace(posterior, config=changed)
 

@@ -97,7 +97,7 @@ class RunCheckpoints:
             "prior_mean": self._centre(),
             "num_updates": active.run.num_updates,
             "found_rate": active.settings.found_rate,
-            checkpoints.NOISE: None if active.noise is None else active.noise.std,
+            checkpoints.NOISE: None if active.noise is None else active.noise.of_run,
             "probe_steps": args.probe_steps,  # probe values that were kept and new ones are one sequence
             "num_steps": active.problem.num_steps,
             "device": args.device.type,  # generators of another kind draw other numbers, and take no state from these
@@ -116,7 +116,7 @@ class RunCheckpoints:
             packs=data["packs"],
         )
         micro_batches = host.args.gradient_accumulation_steps * (1 if rows.private else setup.mesh.data_size)
-        fits_on_heldout = active.method.requirements.heldout != "none"
+        fits_on_heldout = active.method.requirements.heldout != "none" or active.noise is not None
         return run_identity.identity(
             setup.model,
             tokenizer=host.tokenizer,

@@ -104,7 +104,7 @@ def test_a_number_that_is_missing_or_not_finite_is_refused(
 
 
 def test_words_are_no_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"label '4', expected a finite number: .* make classes integers or strings"):
+    with pytest.raises(ValueError, match=r"label '4', expected a finite number: fill in the number, or drop the row"):
         labelled_text(columns(label=["4", "5"]), tokenizer, numbers=True)
 
 
@@ -138,18 +138,18 @@ def test_text_pairs_are_encoded_together_with_token_types() -> None:
     [
         (["a", "a"], "two classes or more"),
         ([[], []], "two classes or more"),
-        ([2.0, 1.0], "integers or strings. .* To predict one number for a text set regression"),
+        ([2.0, 1.0], "integers or strings. .* To predict a number for each text, set regression"),
         ([[0.5], [1.0]], "integers or strings"),
     ],
 )
-def test_one_class_or_whole_fractions_are_refused(
+def test_one_class_or_whole_decimals_are_refused(
     tokenizer: PreTrainedTokenizerFast, labels: list[Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         labelled_text(columns(label=labels), tokenizer)
 
 
-def test_a_column_of_fractions_is_a_regression(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_column_of_decimal_numbers_is_a_regression(tokenizer: PreTrainedTokenizerFast) -> None:
     encoded, head = labelled_text(columns(label=[0.5, 1.0]), tokenizer)
     assert head == {"num_labels": 1, "problem_type": "regression"}
     assert encoded["train"]["labels"] == [0.5, 1.0]

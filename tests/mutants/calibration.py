@@ -44,7 +44,7 @@ CALIBRATION = (
     Fault("calibration: other predictions get the temperature", "models/current_members.py",
           "if way == (prediction, num_members) or temperature == 1:", "if True:",
           ("models/test_current_members.py::test_a_temperature_of_other_predictions_is_left_out",)),
-    Fault("calibration: every second row, where nearly all can be paid", "training/calibrating.py",
+    Fault("calibration: every second row, where nearly all can be paid", "training/data/heldout_rows.py",
           "[number * count // min(count, most) for number in range(min(count, most))]",
           "list(range(0, count, max(1, -(-count // most))))",
           ("training/test_calibrating.py::test_the_fit_takes_all_rows_that_a_tenth_of_the_run_pays",)),

@@ -21,9 +21,10 @@ from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives.range_test import usual_rate
-from hf_bayes.training import active_run
+from hf_bayes.training import active_run, map_comparison
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.adamw_estimate import adamw_estimate
+from hf_bayes.training.label_noise import LEAST_PILOT
 from hf_bayes.training.trainer import BayesianTrainer
 from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests import runs
@@ -105,8 +106,8 @@ def test_a_short_map_estimate_shows_the_noise(tmp_path: Path, method: Any, monke
     watch = watched(tmp_path, method, map_updates=0)
     assert watch.trainer is not None
     ((settings, theta),) = found
-    assert settings["num_updates"] == 3  # a tenth of the gradients of two chains, rounded up
-    assert settings["learning_rate"] == usual_rate(3)
+    assert settings["num_updates"] == LEAST_PILOT
+    assert settings["learning_rate"] == usual_rate(LEAST_PILOT)
     expected = root_mean_square(watch.trainer, theta, rows(60, seed=5))
     assert [noise for _, noise in watch.seen.values()] == [pytest.approx(expected, rel=1e-5)] * 12
     assert watch.trainer.posterior.config.diagnostics["noise_std_of_run"] == watch.seen[12][1]
@@ -122,7 +123,8 @@ def test_a_short_estimate_has_the_rate_of_its_length(tmp_path: Path, monkeypatch
     monkeypatch.setattr(active_run, "adamw_estimate", kept)
     active = runs.started(trainer(tmp_path, MeanFieldConfig(num_chains=2), learning_rate=None, max_steps=50))
     assert active.settings.found_rate is not None
-    assert rates == [pytest.approx(active.settings.found_rate * math.sqrt(50 / 10))]
+    # a tenth of 2 gradients for 50 updates of 2 chains
+    assert rates == [pytest.approx(active.settings.found_rate * math.sqrt(50 / 20))]
 
 
 def test_a_warm_start_ends_with_a_measurement(tmp_path: Path) -> None:
@@ -158,24 +160,30 @@ def test_predictions_use_the_noise_that_fits_them(tmp_path: Path, caplog: pytest
         assert model.likelihood.noise_std == found
 
 
-def test_an_estimate_to_compare_with_has_a_noise_of_its_own(tmp_path: Path) -> None:
+def test_an_estimate_to_compare_with_has_a_noise_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(tmp_path, SGHMCConfig(num_chains=2), map_updates=40)
     run.train()
-    seen = []
-    noise = run.active.noise
+    noise, seen, used = run.active.noise, [], []
     assert noise is not None
-    fit = noise.fit
+    best_fit, estimate = noise.best_fit, map_comparison.adamw_estimate
 
-    def watched_fit(most: int) -> Any:
-        seen.append(fit(most))
+    def fit_seen(max_rows: int) -> Any:
+        seen.append(best_fit(max_rows))
         return seen[-1]
 
-    noise.fit = watched_fit  # type: ignore[method-assign]
+    def estimate_seen(*args: Any, **settings: Any) -> Tensor:
+        used.append(run.bayesian.likelihood.noise_std)
+        return estimate(*args, **settings)
+
+    noise.best_fit = fit_seen  # type: ignore[method-assign]
+    monkeypatch.setattr(map_comparison, "adamw_estimate", estimate_seen)
     run.save_model()
-    assert len(seen) == 1
+    (found,) = seen
     kept = run.posterior.config.metrics
-    assert kept["map_nll"] == pytest.approx(seen[0].fitted_nll, abs=0.05)  # of rows that the fit has seen, too
+    assert kept["map_nll"] == pytest.approx(found.fitted_nll, abs=0.05)  # of rows that the fit has seen, too
+    assert abs(found.noise_std / run.posterior.config.head["noise_std"] - 1) > 1e-3
     assert run.bayesian.likelihood.noise_std == run.posterior.config.head["noise_std"]
+    assert used == [run.posterior.config.diagnostics["noise_std_of_run"]]  # its prior has the weight of the chains'
 
 
 def test_a_given_noise_stays(tmp_path: Path) -> None:
@@ -227,10 +235,52 @@ def test_a_run_resumes_bitwise_around_the_measurement(tmp_path: Path, step: int)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
     assert resumed.posterior.config.head == whole.posterior.config.head
-    assert (
-        resumed.posterior.config.diagnostics["noise_std_of_run"]
-        == (whole.posterior.config.diagnostics["noise_std_of_run"])
-    )
+    assert resumed.posterior.config.diagnostics == whole.posterior.config.diagnostics
+
+
+def test_a_run_resumes_with_its_held_out_rows_alone(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 6}
+    trainer(tmp_path, **saving).train()
+    other = trainer(tmp_path, heldout=rows(60, seed=6), **saving)
+    with pytest.raises(ValueError, match=r"another run: heldout"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_a_noise_far_below_the_spread_of_labels_is_found(tmp_path: Path) -> None:
+    heldout = [{**row, "label": 5.0 + 0.01 * row["label"]} for row in rows(60, seed=5)]
+    run = runs.trainer(
+        tmp_path, MAPConfig(prior_std=100.0), model=tiny_bert(num_labels=1), subspace="last_layer",
+        train=[{**row, "label": 5.0 + 0.01 * row["label"]} for row in rows(16)], eval_dataset=heldout,
+        learning_rate=0.2, max_steps=400, per_device_train_batch_size=8,
+    )  # fmt: skip
+    run.train()
+    found = run.posterior.config.head["noise_std"]
+    assert found == pytest.approx(root_mean_square(run, run.posterior.members(), heldout), rel=1e-3)
+    assert found < run.posterior.config.diagnostics["noise_std_of_run"] / 7
+
+
+def test_the_loss_of_prior_density_is_that_of_the_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path, SGHMCConfig(num_chains=2))
+    run.train()
+    noise = run.posterior.config.diagnostics["noise_std_of_run"]
+    given = trainer(tmp_path / "given", SGHMCConfig(num_chains=2), noise_std=noise)
+    given.train()
+    ratios = [each.posterior.config.diagnostics["prior_loss_ratio"] for each in (run, given)]
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-5)
+
+
+def test_a_map_estimate_that_diverges_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def diverges(*args: Any, **settings: Any) -> Tensor:
+        raise FloatingPointError("nan")
+
+    monkeypatch.setattr(active_run, "adamw_estimate", diverges)
+    run = trainer(tmp_path, MeanFieldConfig(num_chains=2))
+    run.train()
+    noise = run.posterior.config.diagnostics["noise_std_of_run"]
+    assert noise == pytest.approx(root_mean_square(run, runs.origin(run), rows(60, seed=5)), rel=1e-5)
+    assert f"noise_std stays at {noise:.3g}, because a short MAP estimate diverged" in caplog.text
 
 
 def test_labels_far_from_zero_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -241,11 +291,24 @@ def test_labels_far_from_zero_are_warned_of(tmp_path: Path, caplog: pytest.LogCa
     assert "subtract the mean from the labels, and divide them" in caplog.text
 
 
+def test_the_number_that_is_farthest_from_zero_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def several(count: int, seed: int) -> list[dict[str, Any]]:
+        return [{**row, "label": [row["label"], 7.0, row["label"] - 30.0]} for row in rows(count, seed=seed)]
+
+    run = runs.trainer(
+        tmp_path, MAPConfig(), model=tiny_bert(num_labels=3, problem_type="regression"), subspace="last_layer",
+        train=several(16, 0), eval_dataset=several(60, 5),
+    )  # fmt: skip
+    assert "number 2 of the labels has mean -3" in caplog.text
+    run.train()
+    assert math.isfinite(run.evaluate()["eval_nll"])
+
+
 @pytest.mark.parametrize(
     ("heldout", "words"),
     [
         (None, "there is no eval_dataset"),
-        (49, "eval_dataset has 49: give"),
+        (49, "eval_dataset has 49 rows. Hold out more"),
         ({"a": rows(60), "b": rows(60)}, "none is named 'heldout'"),
         ([{**row, "label": 1.5} for row in rows(60)], "all labels of eval_dataset are 1.5"),
     ],

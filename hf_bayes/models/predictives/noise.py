@@ -10,7 +10,7 @@ from hf_bayes.models.predictors import Predictive
 
 
 def nll_at_noise(prediction: Predictive, labels: Tensor, noise_stds: Tensor) -> Tensor:
-    """Return [n, G] nats of the n labels at G standard deviations of the noise, whatever the prediction has.
+    """Return [n, G] nats of the n labels at G standard deviations of the noise, in place of the prediction's own.
 
     Args:
         prediction: a prediction of numbers under the normal likelihood.
