@@ -158,6 +158,7 @@ def experiment(args: Arguments, path: Path) -> dict[str, Any]:
                 found = run(sets, METHODS[name.removesuffix(GIVEN)], seed, noise)
                 done[target, name, seed] = {"target": target, "method": name, "seed": seed, **found}
                 record["runs"].append(done[target, name, seed])
+                record["seconds"] = sum(one["seconds"] for one in record["runs"])
                 path.write_text(as_text(record))
                 print(target, seed, name, {key: value for key, value in found.items() if key != "rows"}, flush=True)
     return record

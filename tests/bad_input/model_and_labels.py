@@ -197,7 +197,7 @@ MODEL_AND_LABELS = [
         "regression",
         "regression without noise_std and held-out rows",
         training(model=lambda: tiny_bert(num_labels=1), subspace="last_layer"),
-        ("learnt from 50 held-out rows", "there is no eval_dataset", "or noise_std > 0"),
+        ("learnt from 50 held-out rows", "there is no eval_dataset", "or give noise_std > 0"),
     ),
     Refused("regression", "noise_std=0", training(noise_std=0.0), ("noise_std must be", "> 0, got 0.0")),
     # the output directory
