@@ -60,6 +60,10 @@ DRAWN = ("nothing set", "mean-field VI")
 """Methods that draw from a posterior, whose width depends on the noise."""
 
 
+COMPARED = (("nothing set", "deep ensemble"), *((name, name + GIVEN) for name in DRAWN))
+"""Pairs of rows with a difference of their own."""
+
+
 @dataclass
 class Arguments:
     """The part of the table to make."""
@@ -165,8 +169,29 @@ def experiment(args: Arguments, path: Path) -> dict[str, Any]:
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return a table for each target."""
-    return {target: _table([one for one in record["runs"] if one["target"] == target]) for target in TARGETS}
+    """Return a table for each target, and one of the differences between two methods."""
+    tables = {target: _table([one for one in record["runs"] if one["target"] == target]) for target in TARGETS}
+    return {**tables, "differences": _differences(record["runs"])}
+
+
+def _differences(runs: list[dict[str, Any]]) -> str:
+    """Return the differences of NLL, with standard errors that are paired by test row."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for one in runs:
+        found.setdefault((one["target"], one["method"]), {})[one["seed"]] = one
+    lines = []
+    for first, second in COMPARED:
+        pairs = [(found.get((target, first), {}), found.get((target, second), {})) for target in TARGETS]
+        lines.append([first, second, *(_difference(*pair) for pair in pairs)])
+    return table(["NLL of", "minus that of", *TARGETS], lines)
+
+
+def _difference(first: Mapping[int, dict[str, Any]], second: Mapping[int, dict[str, Any]]) -> str:
+    """Return the mean over the seeds that both have; "-" without one."""
+    shared = sorted(set(first) & set(second))
+    if not shared:
+        return "-"
+    return paired_difference(*(np.mean([each[seed]["rows"] for seed in shared], 0) / 1000 for each in (first, second)))
 
 
 def _table(runs: list[dict[str, Any]]) -> str:
@@ -179,9 +204,7 @@ def _table(runs: list[dict[str, Any]]) -> str:
     for name in order:
         seeds = cells[name]
         found = {key: [one[key] for one in seeds.values()] for key in next(iter(seeds.values()))}
-        shared = [seed for seed in seeds if seed in cells[PLAIN]]
-        ours, theirs = (np.mean([each[seed]["rows"] for seed in shared], 0) / 1000 for each in (seeds, cells[PLAIN]))
-        difference = "-" if name == PLAIN else paired_difference(ours, theirs)
+        difference = "-" if name == PLAIN else _difference(seeds, cells[PLAIN])
         lines.append([
             name, spread(found["nll"]), difference, spread(found["rmse"]), spread(found["coverage_error"]),
             spread(found["epistemic_std"]), spread(found["noise_std"]), str(len(seeds)),
