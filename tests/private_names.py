@@ -91,7 +91,8 @@ def compat_modules(package: Path) -> dict[str, ModuleType]:
     files = [*package.rglob("compat.py"), *package.rglob("compat/[!_]*.py")]
     paths = sorted(file.relative_to(package) for file in files)
     name = package.name
-    return {path.as_posix(): importlib.import_module(".".join([name, *path.with_suffix("").parts])) for path in paths}
+    found = {path.as_posix(): importlib.import_module(".".join([name, *path.with_suffix("").parts])) for path in paths}
+    return {path: module for path, module in found.items() if hasattr(module, "NAMES")}
 
 
 def listed(names: Iterable[PrivateName]) -> set[str]:

@@ -67,7 +67,7 @@ def test_each_host_has_one_module() -> None:
         "core/compat.py": {"torch"},
         "members/compat/lm_eval.py": {"lm_eval"},
         "members/compat/peft.py": {"peft"},
-        "members/compat/transformers.py": {"transformers"},
+        "members/compat/transformers_names.py": {"transformers"},
         "members/compat/trl.py": {"trl"},
         "metrics/compat.py": {"evaluate"},
         "posteriors/compat.py": {"huggingface_hub"},

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from hf_bayes.members.compat import transformers as compat
+from hf_bayes.members.compat.transformers_names import CHECKPOINTING
 from hf_bayes.members.context import Context
 
 States = list[tuple[Any, dict[str, Any]]]
@@ -69,7 +70,7 @@ class Checkpointing:
             ValueError: for reentrant checkpointing, which loses all gradients except those of a block's arguments.
         """
         for module, _ in self.states:
-            if not getattr(module, compat.CHECKPOINTING):
+            if not getattr(module, CHECKPOINTING):
                 continue
             function = compat.checkpointing_function(module)
             if getattr(function, "keywords", {}).get("context_fn") == self.context.replayed:
@@ -85,7 +86,7 @@ def _restore(states: States) -> None:
 
 def _require_not_reentrant(module: Any) -> None:
     """Raise a ValueError if a module has reentrant checkpointing switched on."""
-    if not getattr(module, compat.CHECKPOINTING):
+    if not getattr(module, CHECKPOINTING):
         return
     keywords = getattr(compat.checkpointing_function(module), "keywords", {})
     if keywords.get("use_reentrant") is not False:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.members.compat.transformers import CACHE, with_cache_named
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.decoding import Decoding, score, token_types_beside
@@ -73,8 +74,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def use_settings_of(self, posterior: Posterior) -> None:
         """Prefer the generation config that was saved with the posterior to that of the base model."""
         super().use_settings_of(posterior)
-        fields = posterior.sidecars.generation_config
-        if fields is not None:
+        if (fields := posterior.sidecars.generation_config) is not None:
             self.generation_config = GenerationConfig.from_dict(fields)
 
     @property
@@ -172,7 +172,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -185,6 +185,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """Return the mixture of all members; with ``theta``, the members' log-likelihoods for training (``log_lik``).
 
         Args:
+            cache: keys and values of earlier tokens, also accepted as ``past_key_values`` (transformers < 5.24).
             labels: [B, T]; the loss is the mean negative log-likelihood of the mixture over its terms.
             logits_to_keep: as in transformers: the last k positions, a slice or a tensor of positions; 0 means all.
         Returns:
@@ -194,6 +195,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                 ``InputCheck`` refuses.
         """
         refuse_layer_outputs(kwargs)
+        cache = (kwargs := with_cache_named({**kwargs, "cache": cache})).pop(CACHE, None)
         as_tuple = kwargs.pop("return_dict", None) is False
         kwargs.pop("num_items_in_batch", None)
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
@@ -203,8 +205,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
         if (trace := self.decoding.begin_step(input_ids)) is None:  # ``generate`` has checked the inputs of its steps
-            self.check_inputs.check_pass(inputs, past_key_values)
-        output = self._answer(inputs, past_key_values, labels, logits_to_keep, trace)
+            self.check_inputs.check_pass(inputs, cache)
+        output = self._answer(inputs, cache, labels, logits_to_keep, trace)
         return output.to_tuple() if as_tuple else output
 
     @predicts
@@ -220,8 +222,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         if not self.predictor.keeps_caches:
             if cache is not None:
                 raise ValueError(
-                    "past_key_values do not hold the derivatives of a linearised model's keys and values: give the "
-                    "whole text, without a cache; generate does so by itself. linearise(None) goes back to members"
+                    f"{CACHE} does not hold the derivatives of a linearised model's keys and values: give the whole "
+                    "text, without a cache; generate does so by itself. linearise(None) goes back to members"
                 )
             inputs = {**inputs, "use_cache": False}
         num_kept = num_last_kept(keep) if self.predictor.cuts_feed_forward else 0
@@ -238,7 +240,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             targets = next_tokens(labels, inputs.get("attention_mask"))[:, steps]
             terms = self.likelihood.is_term(targets)
             loss = -self.likelihood.log_prob(outputs["logits"], targets).sum() / terms.sum().clamp_min(1)
-        return BayesianCausalLMOutput(loss=loss, past_key_values=states.cache, **outputs)
+        return BayesianCausalLMOutput(loss=loss, **{CACHE: states.cache}, **outputs)
 
     def _predict(self, states: HiddenStates, positions: Tensor, trace: GenerationTrace | None) -> dict[str, Tensor]:
         """Return the mixture's logits [n, V] and its uncertainties [n] at flat positions, by name."""
@@ -313,8 +315,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.decoding.expect_step(cast(Any, self.core).prepare_inputs_for_generation(*args, **kwargs))
 
-    def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
-        return self.decoding.reorder(self._num_cached, past_key_values, beam_idx)
+    def _reorder_cache(self, cache: Any, beam_idx: Tensor) -> Any:
+        return self.decoding.reorder(self._num_cached, cache, beam_idx)
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
         config = super()._prepare_generated_length(*args, **kwargs)  # type: ignore[misc]

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_bayes.members.cache import reorder_cache, require_cache_rows
+from hf_bayes.members.compat.transformers import cache_of, with_cache_named
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.input_check import SHORTEN, InputCheck, require_ids
 from hf_bayes.models.language.causal_members import CausalMembers
@@ -153,7 +154,7 @@ class Decoding:
         repeats = max(config.num_beams, config.num_return_sequences)
         if (mask := kwargs.get("attention_mask")) is not None:
             _refuse_padding_at_the_end(mask[::repeats])
-        if (cache := kwargs.get("past_key_values")) is not None:
+        if (cache := cache_of(kwargs)) is not None:
             num_trunk = self.causal.members.num_trunk_blocks
             require_cache_rows(cache, num_prompts * repeats, self.causal.num_stored(num_members), num_trunk)
 
@@ -216,7 +217,7 @@ def _score_rows(model: ModelOfText, input_ids: Tensor, attention_mask: Tensor, f
 
 def _checked(model: ModelOfText, prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for transformers' ``generate``, or raise for arguments that are not supported."""
-    kwargs = dict(kwargs)
+    kwargs = with_cache_named(kwargs)
     kwargs.pop("logits_to_keep", None)  # a token is drawn at the last position, and only that one is recorded
     if kwargs.get("use_cache", True) is None:  # None would put the whole text into the cache anew
         del kwargs["use_cache"]
@@ -224,7 +225,7 @@ def _checked(model: ModelOfText, prompt: Any, kwargs: dict[str, Any]) -> dict[st
     if model.predictor.has_uncertain_caches:
         refuse_static_cache(kwargs, model.generation_config)
     # the mask is longer than a prompt whose beginning is in a cache
-    mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
+    mask = None if cache_of(kwargs) is not None else kwargs.get("attention_mask")
     model.check_inputs({"input_ids": prompt, "attention_mask": mask}, advice=SHORTEN)
     model.predictor.require_members("generate")
     if not model.predictor.keeps_caches:

@@ -6,7 +6,6 @@ and no token sees a later one, so that the next token is predicted from the toke
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from hf_bayes.core.tensors import tensors_in
-from hf_bayes.members.compat.transformers import own_generation_hooks
+from hf_bayes.members.compat.transformers import CACHE, own_generation_hooks, takes_cache
 from hf_bayes.members.pictures import PICTURES, pictures_of, take_pictures
 from hf_bayes.members.trunk import has_axes
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
@@ -125,8 +124,8 @@ def _reason_to_refuse(core: Any) -> str | None:
         return "has no placeholder token for images"
     if core.config.model_type in _SEE_ALL:
         return "lets the tokens of a prompt see later ones, so that a given text has no token-by-token probability"
-    if "past_key_values" not in inspect.signature(core.forward).parameters:
-        return "takes no past_key_values"
+    if not takes_cache(core):
+        return f"takes no {CACHE}"
     if other := [name for name in own_generation_hooks(core) if name not in _FOLLOWED]:
         return f"has a {other[0]} of its own"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -11,10 +10,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.core.layout import Layout, decoder_blocks
+from hf_bayes.members.compat.transformers import CACHE, takes_cache
 from hf_bayes.models.predictors import Predictor
 
 _ANSWER_NO_CACHE = ("recurrent_gemma",)
-"""Model types that take ``past_key_values`` and keep what counts in their layers."""
+"""Model types that take a cache and keep what counts in their layers."""
 
 
 def refuse_theta(layout: Layout, theta: Tensor, statistics: Layout) -> None:
@@ -160,10 +160,10 @@ def refuse_hidden_state(core: nn.Module) -> None:
     """Raise for models whose state between tokens is not in a cache that can be dealt to members."""
     if not isinstance(core, PreTrainedModel):
         return
-    if "past_key_values" not in inspect.signature(core.forward).parameters:
-        what = "takes no past_key_values"
+    if not takes_cache(core):
+        what = f"takes no {CACHE}"
     elif core.config.model_type in _ANSWER_NO_CACHE:
-        what = "answers no past_key_values"
+        what = f"answers no {CACHE}"
     else:
         return
     raise ValueError(

@@ -23,6 +23,7 @@ from hf_bayes.core.tensors import with_tensors
 from hf_bayes.core.types import RowScores
 from hf_bayes.diagnostics.comparison import row_scores
 from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
+from hf_bayes.members.compat.transformers import CACHE
 from hf_bayes.metrics import perplexity, summarise
 from hf_bayes.models.predictives.built_in import Deviations
 from hf_bayes.training.setup import Setup
@@ -54,7 +55,7 @@ class EvaluationResult(NamedTuple):
     member_log_lik: Tensor | None = None
 
 
-_NO_PREDICTIONS = ("past_key_values", "aleatoric_std", *Uncertainty._fields, *Deviations._fields)
+_NO_PREDICTIONS = (CACHE, "aleatoric_std", *Uncertainty._fields, *Deviations._fields)
 """Fields of a model's output that are no logits."""
 
 

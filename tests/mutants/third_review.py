@@ -29,7 +29,7 @@ THIRD_REVIEW = (
           "if self.causal.new_cache() is None:", "if self.causal is None:",
           ("models/test_decoding.py::test_a_cache_of_the_models_own_kind_is_left_to_it",)),
     Fault("hunt: passes give every model a dynamic cache", "models/language/causal_members.py",
-          'return made.get("past_key_values")',
+          'return cache_of(made)',
           "import transformers\n\n        return transformers.DynamicCache(config=self.members.core.config)",
           ("models/test_decoding.py::test_a_cache_of_the_models_own_kind_is_left_to_it",)),
     # -- members: the guard of quantised layers, recomputation, the trunk and the last feed-forward

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Trainer, default_data_collator
 
-from hf_bayes.members.compat import transformers as compat
+from hf_bayes.members.compat.transformers_names import NAMES
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.private_hooks import PrivateHooks
 from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
@@ -22,7 +22,7 @@ from tests.training.trained import Stream
 
 OVERRIDDEN = {
     entry.name: entry.parameters
-    for entry in compat.NAMES
+    for entry in NAMES
     if entry.owner == "transformers.Trainer" and entry.use == "overridden"
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable
+from hf_bayes.members.compat.transformers import CACHE, cache_of
 from hf_bayes.members.engine import Members
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.inputs import num_positions_of, num_rows_of, shape_of
@@ -83,7 +84,7 @@ class CausalMembers:
         """Return the empty cache that ``generate`` gives this model; None if it makes a cache of its own kind."""
         made: dict[str, Any] = {}
         cast(Any, self.members.core)._prepare_cache_for_generation(GenerationConfig(), made, None, 1, 1)
-        return made.get("past_key_values")
+        return cache_of(made)
 
     def row_slices(
         self, model: BayesianModel, inputs: dict[str, Any], tensors_per_state: int
@@ -124,13 +125,13 @@ class CausalMembers:
             passes = [model.current]  # members of one pass share one cache; not every kind can be pieced together
         if len(passes) == 1:
             hidden, output = self._pass(passes[0], inputs, cache)
-            cache = output.past_key_values if cache is None else cache
+            cache = cache_of(output) if cache is None else cache
             return HiddenStates(hidden, output, leave_room(cache), num_rows_of(inputs))
         with self.members.trunk.run_once():
             runs = [self._pass(theta, inputs, None if cache is None else empty_like(cache)) for theta in passes]
         outputs = [output for _, output in runs]
         if cache is not None:
-            caches = [output.past_key_values for output in outputs]
+            caches = [cache_of(output) for output in outputs]
             cache = merge_caches(cache, caches, self.members.num_trunk_blocks)
         return HiddenStates(
             torch.cat([hidden for hidden, _ in runs]), outputs[-1], leave_room(cache), num_rows_of(inputs)
@@ -261,6 +262,6 @@ class CausalMembers:
         return sums
 
     def _pass(self, theta: Tensor, inputs: dict[str, Any], cache: Any) -> tuple[Tensor, Any]:
-        own = {} if cache is None else {"past_key_values": cache}
+        own = {} if cache is None else {CACHE: cache}
         with self.members.bind(theta):
             return self.head.hidden({**inputs, **own})

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
+from hf_bayes.members.compat.transformers import CACHE, cache_of
 from hf_bayes.models.language.token_uncertainty import TraceStreamer
 
 _ASSISTED = "drafted tokens are checked several at a time, and uncertainty is recorded token by token"
@@ -62,7 +63,7 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt
     implementation = settings.get("cache_implementation")
     if implementation not in (None, *_CACHES):
         refuse(f"cache_implementation={implementation!r}", _CACHE)
-    if (cache := kwargs.get("past_key_values")) is not None:
+    if (cache := cache_of(kwargs)) is not None:
         _refuse_cache(cache, settings.get("use_cache"))
 
 
@@ -71,11 +72,11 @@ def refuse_static_cache(kwargs: dict[str, Any], default: GenerationConfig) -> No
 
     It is written into, and would keep the means of uncertain keys and values without their noise.
     """
-    implementation, cache = _Settings(kwargs, default).get("cache_implementation"), kwargs.get("past_key_values")
+    implementation, cache = _Settings(kwargs, default).get("cache_implementation"), cache_of(kwargs)
     if implementation not in (None, "dynamic"):
         asked = f"cache_implementation={implementation!r}"
     elif isinstance(cache, StaticCache):
-        asked = f"past_key_values={type(cache).__name__}"
+        asked = f"{CACHE}={type(cache).__name__}"
     else:
         return
     raise ValueError(
@@ -118,9 +119,9 @@ def _refuse_cache(cache: Any, use_cache: Any) -> None:
     """Raise for a cache of an unknown kind, or a cache that would not be used."""
     known = type(cache) in (DynamicCache, StaticCache)
     if not known or cache.offloading:
-        refuse(f"past_key_values={type(cache).__name__}{' that is offloaded' if known else ''}", _CACHE)
+        refuse(f"{CACHE}={type(cache).__name__}{' that is offloaded' if known else ''}", _CACHE)
     if use_cache is False:
         refuse(
-            f"past_key_values={type(cache).__name__}, use_cache=False",
+            f"{CACHE}={type(cache).__name__}, use_cache=False",
             "every token would put the whole text into the cache once more",
         )

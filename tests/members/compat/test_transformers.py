@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,44 +15,16 @@ from transformers import (
     GenerationMixin,
     Pipeline,
     PreTrainedModel,
-    TextGenerationPipeline,
     Trainer,
     TrainingArguments,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
-from transformers.cache_utils import DynamicLayer
 from transformers.models.auto import modeling_auto
 
-from hf_bayes.core.compat import PrivateName
 from hf_bayes.members.compat import transformers as compat
-from tests.host_names import fault_of, label
-from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
-
-
-def checkpointed() -> Any:
-    """Return a model whose blocks are checkpointed, and whose embeddings have the hooks for it."""
-    model: Any = tiny_llama()
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=partial(checkpoint, use_reentrant=False))
-    model.enable_input_require_grads()
-    return model
-
-
-EXAMPLES: dict[str, Callable[[], Any]] = {
-    "transformers.cache_utils.DynamicLayer": DynamicLayer,
-    "transformers.cache_utils.DynamicCache": DynamicCache,
-    "transformers.modeling_layers.GradientCheckpointingLayer": lambda: checkpointed().model.layers[0],
-    "transformers.PreTrainedModel": checkpointed,
-    "transformers.PreTrainedConfig": lambda: tiny_gpt2().config,
-    "transformers.Pipeline": lambda: TextGenerationPipeline(model=tiny_llama(), tokenizer=tiny_tokenizer()),
-}
-"""Classes whose attributes are set on their objects, and how to make such an object."""
-
-
-@pytest.mark.parametrize("entry", compat.NAMES, ids=label)
-def test_transformers_has_the_name_with_its_parameters(entry: PrivateName, tmp_path: Path) -> None:
-    trainer = {"transformers.Trainer": lambda: Trainer(tiny_gpt2(), TrainingArguments(str(tmp_path), use_cpu=True))}
-    assert fault_of(entry, EXAMPLES | trainer) == ""
+from hf_bayes.members.compat.transformers_names import NAMES
+from tests.tiny_models import tiny_bert, tiny_gpt2, tiny_llama
 
 
 def test_private_names_are_the_ones_that_transformers_sets() -> None:
@@ -95,7 +66,7 @@ def test_hooks_on_embeddings_are_found_and_forgotten() -> None:
 
 
 def names_of(owner: str, *uses: str) -> set[str]:
-    return {entry.name for entry in compat.NAMES if entry.owner.endswith(owner) and (not uses or entry.use in uses)}
+    return {entry.name for entry in NAMES if entry.owner.endswith(owner) and (not uses or entry.use in uses)}
 
 
 def test_configurations_have_the_fields_that_are_read() -> None:
@@ -167,3 +138,24 @@ def test_columns_are_those_of_a_subclass_that_has_a_method(tmp_path: Path) -> No
     args = TrainingArguments(str(tmp_path), use_cpu=True)
     assert compat.columns_of_subclass(Trainer(tiny_gpt2(), args)) == []
     assert compat.columns_of_subclass(Own(tiny_gpt2(), args)) == ["lengths"]
+
+
+def test_a_cache_has_the_name_that_models_and_outputs_give_it() -> None:
+    core = tiny_llama()
+    output = core(torch.tensor([[1, 2, 3]]), use_cache=True)
+    cache = compat.cache_of(output)
+    assert isinstance(cache, DynamicCache)
+    assert cache is output[compat.CACHE]
+    assert compat.cache_of(core(torch.tensor([[1, 2, 3]]), use_cache=False)) is None
+    assert compat.takes_cache(core)
+    assert not compat.takes_cache(tiny_bert())
+
+
+def test_a_cache_is_taken_under_the_name_of_any_version() -> None:
+    cache = DynamicCache()
+    for name in ("cache", "past_key_values"):
+        assert compat.with_cache_named({name: cache, "x": 1}) == {compat.CACHE: cache, "x": 1}
+    assert compat.with_cache_named({"cache": None, "past_key_values": cache}) == {compat.CACHE: cache}
+    assert compat.with_cache_named({"cache": None, "x": 1}) == {"x": 1}
+    with pytest.raises(ValueError, match="got keys and values twice, as cache and as past_key_values: give one"):
+        compat.with_cache_named({"cache": cache, "past_key_values": cache})

@@ -205,7 +205,7 @@ def test_a_cache_is_refused_since_it_holds_no_derivatives() -> None:
         cache = bayesian(**inputs, use_cache=True).past_key_values
         bayesian.linearise()
         assert bayesian(**inputs, use_cache=True).past_key_values is None
-        with pytest.raises(ValueError, match="do not hold the derivatives of a linearised model's keys and values"):
+        with pytest.raises(ValueError, match="does not hold the derivatives of a linearised model's keys and values"):
             bayesian(input_ids=inputs["input_ids"][:, -1:], past_key_values=cache)
 
 
