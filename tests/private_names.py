@@ -87,12 +87,16 @@ def _source(kind: type) -> str:
 
 
 def compat_modules(package: Path) -> dict[str, ModuleType]:
-    """Return {file in the package: module} of the modules that list private names of hosts."""
+    """Return {file in the package: module} of the modules that list or read private names of hosts."""
     files = [*package.rglob("compat.py"), *package.rglob("compat/[!_]*.py")]
     paths = sorted(file.relative_to(package) for file in files)
     name = package.name
-    found = {path.as_posix(): importlib.import_module(".".join([name, *path.with_suffix("").parts])) for path in paths}
-    return {path: module for path, module in found.items() if hasattr(module, "NAMES")}
+    return {path.as_posix(): importlib.import_module(".".join([name, *path.with_suffix("").parts])) for path in paths}
+
+
+def lists_of(package: Path) -> dict[str, tuple[PrivateName, ...]]:
+    """Return {file in the package: its list} of the modules that list private names of hosts."""
+    return {path: module.NAMES for path, module in compat_modules(package).items() if hasattr(module, "NAMES")}
 
 
 def listed(names: Iterable[PrivateName]) -> set[str]:

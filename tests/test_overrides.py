@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 import hf_bayes
-from hf_bayes.members.compat import lm_eval, transformers
+from hf_bayes.members.compat import lm_eval, transformers_names
 from hf_bayes.metrics.evaluate_metrics import NLL
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.pipelines.factory import _PIPELINES
 from hf_bayes.pipelines.registration import RegisteredPipeline
 from hf_bayes.training.trainer import BayesianTrainer
 from tests.host_names import found_at
-from tests.private_names import compat_modules, is_private
+from tests.private_names import compat_modules, is_private, lists_of
 
 PACKAGE = Path(hf_bayes.__file__).parent
 COMPAT = compat_modules(PACKAGE)
-NAMES = [entry for module in COMPAT.values() for entry in module.NAMES if is_private(entry.name)]
+NAMES = [entry for names in lists_of(PACKAGE).values() for entry in names if is_private(entry.name)]
 OVERRIDDEN = [entry for entry in NAMES if entry.use in ("overridden", "provided")]
 INSTALLED = [entry for entry in OVERRIDDEN if entry not in lm_eval.NAMES]  # see members/compat/test_lm_eval.py
 OURS = {"_asdict", "_fields", "_replace", "_restoration"}
@@ -88,7 +88,7 @@ def test_only_the_compat_modules_read_the_names_that_are_read() -> None:
         for name in names & set(private_reads(file)):
             readers.setdefault(name, set()).add(file.relative_to(PACKAGE).as_posix())
     assert set().union(*readers.values()) <= COMPAT.keys()
-    hooks = {entry.name for entry in transformers.NAMES
+    hooks = {entry.name for entry in transformers_names.NAMES
              if entry.owner == "transformers.Trainer" and entry.use in ("called", "replaced")
              and is_private(entry.name)}  # fmt: skip
     assert hooks <= readers.keys()  # the search finds them where they are

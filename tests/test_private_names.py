@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.private_names import STANDARD_LIBRARY, compat_modules, host_names, imports, listed, unlisted
+from tests.private_names import STANDARD_LIBRARY, host_names, imports, listed, lists_of, unlisted
 
 PACKAGE = Path(__file__).parents[1] / "hf_bayes"
-MODULES = compat_modules(PACKAGE)
-LISTED = set().union(*(listed(module.NAMES) for module in MODULES.values()))
+LISTS = lists_of(PACKAGE)
+LISTED = set().union(*(listed(names) for names in LISTS.values()))
 PLANTED = """
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ def test_every_private_name_of_a_host_is_listed(everything: dict[str, set[str]])
 
 
 def test_each_host_has_one_module() -> None:
-    hosts = {path: {entry.owner.partition(".")[0] for entry in module.NAMES} for path, module in MODULES.items()}
+    hosts = {path: {entry.owner.partition(".")[0] for entry in names} for path, names in LISTS.items()}
     assert hosts == {
         "core/compat.py": {"torch"},
         "members/compat/lm_eval.py": {"lm_eval"},

@@ -13,8 +13,8 @@ from hf_bayes.core.layout import Layout, decoder_blocks
 from hf_bayes.members.compat.transformers import CACHE, takes_cache
 from hf_bayes.models.predictors import Predictor
 
-_ANSWER_NO_CACHE = ("recurrent_gemma",)
-"""Model types that take a cache and keep what counts in their layers."""
+_ANSWER_NO_CACHE = ("recurrent_gemma", "xlm", "flaubert")
+"""Model types that take a cache, and keep what counts in their layers or predict at a mask token."""
 
 
 def refuse_theta(layout: Layout, theta: Tensor, statistics: Layout) -> None:
@@ -167,6 +167,7 @@ def refuse_hidden_state(core: nn.Module) -> None:
     else:
         return
     raise ValueError(
-        f"{type(core).__name__} {what}: models that keep their state elsewhere (Mamba's cache_params, RecurrentGemma's "
-        "own layers) or nowhere are not supported as causal language models. Take one with a cache (docs/models.md)"
+        f"{type(core).__name__} {what}: models that keep their state elsewhere (RecurrentGemma in its layers, Mamba "
+        "before transformers 5.24 as cache_params) or nowhere are not supported as causal language models. Take one "
+        "with a cache (docs/models.md)"
     )

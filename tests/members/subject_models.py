@@ -155,6 +155,11 @@ qwen3_next = named(
     layer_types=["linear_attention", "full_attention"], **_EXPERTS,
 )  # fmt: skip
 
+# Layers with states alone
+mamba, falcon_mamba = (named(family, state_size=4) for family in ("Mamba", "FalconMamba"))
+mamba2 = named("Mamba2", state_size=4, num_heads=4, head_dim=8, n_groups=1, chunk_size=4)
+xlstm = named("xLSTM", num_heads=2, chunk_size=4)
+
 # Experts between attention layers
 mixtral = named("Mixtral", num_local_experts=4)
 qwen3_moe = named("Qwen3Moe", num_experts=4, head_dim=8, decoder_sparse_step=1, **_EXPERTS)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 from hf_bayes.core.layout import select
+from hf_bayes.members.compat.transformers import CACHE
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.language.token_uncertainty import GenerationTrace, TokenRecord, record, to_scores
@@ -97,10 +98,10 @@ def test_a_cache_of_the_models_own_kind_is_left_to_it() -> None:
         for settings in ({}, {"num_beams": 2}, {"use_cache": True}):
             found = bayesian.generate(**inputs, **options, **settings)
             assert torch.equal(found, whole) or "num_beams" in settings
-        with pytest.raises(ValueError, match=r"generate\(past_key_values=DynamicCache, use_cache=False\)"):
-            bayesian.generate(**inputs, **options, past_key_values=DynamicCache())
+        with pytest.raises(ValueError, match=rf"generate\({CACHE}=DynamicCache, use_cache=False\)"):
+            bayesian.generate(**inputs, **options, **{CACHE: DynamicCache()})
     torch.testing.assert_close(answer.logits, expected.float(), rtol=1e-4, atol=1e-4)
-    assert type(answer.past_key_values).__name__ == "MiniMaxCache"
+    assert type(answer[CACHE]).__name__ == "MiniMaxCache"
 
 
 def test_scores_equal_brute_force_and_begin_where_asked() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.layout import Layout, select
+from hf_bayes.members.compat.transformers import CACHE
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from tests.members import subject_models
@@ -42,6 +43,13 @@ SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "qwen3_next-lora": (lambda: _endless(subject_models.qwen3_next, targets=["q_proj"]), "trainable"),
     "opt-last-block": (lambda: _endless(subject_models.opt), "last_block"),
 }
+if CACHE == "cache":  # transformers 5.24 gave the states of models without attention the name of keys and values
+    SUBJECTS |= {
+        "mamba-lora": (lambda: _endless(subject_models.mamba, targets=["in_proj", "x_proj"]), "trainable"),
+        "mamba2-lora": (lambda: _endless(subject_models.mamba2, targets=["in_proj"]), "trainable"),
+        "falcon_mamba-lora": (lambda: _endless(subject_models.falcon_mamba, targets=["in_proj"]), "trainable"),
+        "xlstm-lora": (lambda: _endless(subject_models.xlstm, targets=["q", "v"]), "trainable"),
+    }
 
 
 def _llama() -> nn.Module:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
+from hf_bayes.members.compat.transformers import CACHE
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.posteriors.custom_generate import as_draws, export_custom_generate, generate_file
 from hf_bayes.posteriors.file_formats import GENERATION_CONFIG
@@ -142,7 +143,7 @@ def test_another_base_model_is_refused(tmp_path: Path) -> None:
     [
         ({"num_beams": 2}, "beam_search is not supported"),
         ({"generation_config": GenerationConfig(num_beams=2)}, "beam_search is not supported"),
-        ({"past_key_values": DynamicCache()}, "past_key_values is not supported"),
+        ({CACHE: DynamicCache()}, f"{CACHE} is not supported"),
         ({"cache_implementation": "static"}, "a cache of another kind is not supported"),
         ({"guidance_scale": 2.0}, "guidance_scale is not supported"),
         ({"attention_mask": INPUTS["attention_mask"].flip(1)}, "pad on the left"),

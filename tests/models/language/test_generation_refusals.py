@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 
+from hf_bayes.members.compat.transformers import CACHE
 from tests.members.reference import entropies, separate_logits
 from tests.models.written import attached, generate, greedy, looped, prepared
 from tests.tiny_models import batch
@@ -38,9 +39,9 @@ class OwnCache(DynamicCache):
         {"cache_implementation": "quantized"},
         {"cache_implementation": "offloaded"},
         {"cache_implementation": "offloaded_static"},
-        {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
-        {"past_key_values": OwnCache()},
-        {"past_key_values": DynamicCache(), "use_cache": False},
+        {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())},
+        {CACHE: OwnCache()},
+        {CACHE: DynamicCache(), "use_cache": False},
         {"generation_config": GenerationConfig(dola_layers="high")},
     ],
     ids=lambda options: ", ".join(options),
@@ -88,9 +89,9 @@ def test_an_offloaded_cache_is_refused() -> None:
     model, _, theta = prepared("llama-lora")
     cache = DynamicCache()
     cache.offloading = True  # made so, it asks for CUDA
-    message = "past_key_values=DynamicCache that is offloaded.*not known to keep the rows of members apart"
+    message = f"{CACHE}=DynamicCache that is offloaded.*not known to keep the rows of members apart"
     with attached("llama-lora", model, theta) as bayesian, pytest.raises(ValueError, match=message):
-        bayesian.generate(**batch(), past_key_values=cache)
+        bayesian.generate(**batch(), **{CACHE: cache})
 
 
 def test_continuous_batching_is_refused() -> None:

@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    MambaConfig,
-    MambaForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     StoppingCriteria,
+    XLMConfig,
+    XLMWithLMHeadModel,
 )
 from transformers.generation import BaseStreamer
 
 from hf_bayes.members import member_sums as spread
+from hf_bayes.members.compat.transformers import CACHE
 from hf_bayes.models.attaching import attach
 from hf_bayes.uncertainty.decomposition import Prediction, predict
 from tests.members.reference import mixture
@@ -36,7 +39,9 @@ from tests.models.written import (
 )
 from tests.tiny_models import PAD, VOCABULARY, batch, with_lora
 
-TOLERANCE |= dict.fromkeys(("jamba", "bamba", "granitemoehybrid", "falcon_h1", "qwen3_next"), 2e-5) | {"opt": 1e-11}
+TOLERANCE |= dict.fromkeys(
+    ("jamba", "bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "mamba", "mamba2", "falcon_mamba", "xlstm"), 2e-5
+) | {"opt": 1e-11}
 
 
 SLIDING = ["mistral-last-block", "gemma3-last-block"]  # windows of 4 tokens, prompts of 7
@@ -269,17 +274,19 @@ def test_one_member_has_no_epistemic_uncertainty() -> None:
 
 
 def test_a_model_without_keys_and_values_to_cache_is_refused() -> None:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    model = MambaForCausalLM(MambaConfig(**sizes))
-    with pytest.raises(ValueError, match="MambaForCausalLM takes no past_key_values"):
-        attach(model, subspace="out_proj")
-    assert "forward" not in vars(model.backbone.layers[0].mixer.out_proj)
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2))
+    with pytest.raises(ValueError, match=f"RwkvForCausalLM takes no {CACHE}"):
+        attach(model, subspace="attention.output")
+    assert "forward" not in vars(model.rwkv.blocks[0].attention.output)
+    xlm = XLMWithLMHeadModel(XLMConfig(vocab_size=VOCABULARY, emb_dim=16, n_layers=1, n_heads=2, causal=True))
+    with pytest.raises(ValueError, match=r"XLMWithLMHeadModel (takes|answers) no"):  # its cache is a dictionary
+        attach(xlm, subspace="q_lin")
 
 
 def test_a_model_that_keeps_its_state_in_its_layers_is_refused() -> None:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(num_hidden_layers=3, lru_width=16, **sizes))
-    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM answers no past_key_values: models that keep"):
+    with pytest.raises(ValueError, match=f"RecurrentGemmaForCausalLM answers no {CACHE}: models that keep"):
         attach(with_lora(model, target_modules=["q_proj"]))
 
 

@@ -12,6 +12,7 @@ from transformers import StaticCache
 from hf_bayes import BayesianModelForSequenceClassification, SGHMCConfig
 from hf_bayes.core.layout import select
 from hf_bayes.distributions.covariance import COVARIANCES, LowRank
+from hf_bayes.members.compat.transformers import CACHE
 from hf_bayes.models.single_pass.drawn import LEADING, LEADING_OF_WORDS, RANK
 from scripts.reproduce.small_models import attached
 from tests import tiny_models as models
@@ -172,7 +173,7 @@ def test_static_caches_are_refused_where_keys_are_uncertain() -> None:
             bayesian.single_pass()
             cache = StaticCache(config=bayesian.core.config, max_cache_len=16)
             expected = bayesian.generate(**batch(), **settings)
-            for static in ({"cache_implementation": "static"}, {"past_key_values": cache}):
+            for static in ({"cache_implementation": "static"}, {CACHE: cache}):
                 if refused:
                     name = next(iter(static))
                     with pytest.raises(ValueError, match=rf"generate\({name}=.*not supported by a single pass"):
