@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache, StaticCache
 
+from hf_bayes.members.compat.transformers import CACHE
 from tests.members.reference import mixture
 from tests.models.written import FIELDS, attached, generate, greedy, looped, member_logits, prepared, require_scores
 from tests.tiny_models import batch
@@ -33,14 +34,15 @@ def test_cache_holds_the_trunk_once(name: str, trunk: int, members_per_pass: int
     assert [layer.keys.shape[0] for layer in cache.layers] == [2] * trunk + [6] * (3 - trunk)
 
 
-def test_a_cache_of_the_callers_own_is_used_and_grown() -> None:
+@pytest.mark.parametrize("argument", ["cache", "past_key_values"])
+def test_a_cache_of_the_callers_own_is_used_and_grown(argument: str) -> None:
     model, layout, theta = prepared("llama-lora-last-block")
     inputs = batch()
     cache = DynamicCache(config=model.get_base_model().config)
     with torch.no_grad(), attached("llama-lora-last-block", model, theta) as bayesian:
-        prefix = bayesian(inputs["input_ids"][:, :4], past_key_values=cache, use_cache=True)
-        rest = bayesian(inputs["input_ids"][:, 4:], past_key_values=prefix.past_key_values, use_cache=True)
-    assert rest.past_key_values is cache
+        prefix = bayesian(inputs["input_ids"][:, :4], **{argument: cache}, use_cache=True)
+        rest = bayesian(inputs["input_ids"][:, 4:], **{argument: prefix[CACHE]}, use_cache=True)
+    assert rest[CACHE] is cache
     assert cache.get_seq_length() == 7
     expected = mixture(
         member_logits(model, layout, theta, **{"ids": inputs["input_ids"], "mask": inputs["attention_mask"]})
@@ -66,6 +68,24 @@ def test_a_cache_of_other_rows_is_refused(name: str, kind: str, change: str) -> 
         num_beams = 2 if change == "beams" else 1
         with pytest.raises(ValueError, match=r"layer \d of the cache has [13] rows, expected [2-9]"):
             generate(bayesian, longer, past_key_values=cache, num_beams=num_beams)
+
+
+@pytest.mark.parametrize("argument", ["cache", "past_key_values"])
+def test_generate_goes_on_with_a_cache_of_the_callers_own(argument: str) -> None:
+    model, _, theta = prepared("llama-lora-last-block")
+    with attached("llama-lora-last-block", model, theta) as bayesian:
+        begun = generate(bayesian, batch(), max_new_tokens=2)
+        held = begun[CACHE].get_seq_length()
+        ids = begun.sequences
+        rest = generate(
+            bayesian, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **{argument: begun[CACHE]},
+            max_new_tokens=3,
+        )  # fmt: skip
+        whole = generate(bayesian, batch())
+    assert rest[CACHE] is begun[CACHE]
+    assert rest[CACHE].get_seq_length() == held + 3
+    assert torch.equal(rest.sequences, whole.sequences)
+    torch.testing.assert_close(rest.epistemic, whole.epistemic[:, 2:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-lora", "llama-head"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.calibration import CALIBRATION
 from tests.mutants.fault import Fault
+from tests.mutants.fifth_review import FIFTH_REVIEW
 from tests.mutants.fourth_review import FOURTH_REVIEW
 from tests.mutants.label_noise import LABEL_NOISE
 from tests.mutants.models_and_fits import MODELS_AND_FITS
@@ -351,6 +352,7 @@ FAULTS = (
     *SECOND_REVIEW,
     *THIRD_REVIEW,
     *FOURTH_REVIEW,
+    *FIFTH_REVIEW,
     *LABEL_NOISE,
 )
 # fmt: on
