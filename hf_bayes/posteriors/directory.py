@@ -204,7 +204,8 @@ def _check_header(header: Mapping[str, Any], *, config: PosteriorConfig) -> None
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{GAUSSIAN}: {error}") from error
     dim, found = config.layout.dim, sum(tensor.numel() for tensor in tensors.values())
-    most = config.num_members * (2 * dim**2 + 3 * dim)  # two bases of dim columns at most, mean, stds and scales
+    num_components = len(next(iter(tensors.values())))  # all tensors have as many
+    most = num_components * (2 * dim**2 + 3 * dim)  # two bases of dim columns at most, mean, stds and scales
     if found > most:
         raise ValueError(f"{GAUSSIAN} holds {found:,} numbers, expected at most {most:,} for {dim:,} parameters")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hf_bayes.posteriors.sidecars import is_sidecar
 from hf_bayes.posteriors.storage import POSTERIOR, read_directory
 from tests.faults import posteriors
 from tests.faults.edits import edit_json, sign
-from tests.faults.posteriors import draws, gaussian
+from tests.faults.posteriors import draws, equal, gaussian
 
 
 def test_directory_is_laid_out_as_documented(tmp_path: Path) -> None:
@@ -100,3 +101,30 @@ def test_a_large_wrong_covariance_is_not_read(tmp_path: Path, monkeypatch: pytes
                 GAUSSIAN: expected_shapes({CONFIG: gaussian().config.to_dict()}, [CONFIG, GAUSSIAN])[GAUSSIAN]
             },
         )
+
+
+@pytest.mark.parametrize("components", [1, 3])
+def test_a_large_covariance_is_read(components: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior = gaussian(components)
+    posterior.save_pretrained(tmp_path)
+    monkeypatch.setattr("hf_bayes.posteriors.storage.read.MAX_TEXT", 500)  # above the header, below the file
+    assert (tmp_path / GAUSSIAN).stat().st_size > 500
+    assert equal(Posterior.from_pretrained(tmp_path), posterior)
+
+
+def test_more_directions_than_parameters_are_refused_by_the_header() -> None:
+    config = dataclasses.replace(gaussian().config, approximation="gaussian_low_rank")
+    check = expected_shapes({CONFIG: config.to_dict()}, [CONFIG, GAUSSIAN])[GAUSSIAN]
+    assert callable(check)
+    shapes = config.layout.named_shapes
+    dim = config.layout.dim
+
+    def header(rank: int) -> dict[str, Any]:
+        parts = {"means": (1,), "stds": (1,), "basis": (1, rank)}
+        found = {f"{part}.{name}": {"shape": [*lead, *shape]} for part, lead in parts.items()
+                 for name, shape in shapes.items()}  # fmt: skip
+        return found | {"scale": {"shape": [1, rank]}}
+
+    check(header(dim))
+    with pytest.raises(ValueError, match=rf"holds [\d,]+ numbers, expected at most [\d,]+ for {dim} parameters"):
+        check(header(2 * dim + 1))
