@@ -128,3 +128,12 @@ def test_more_directions_than_parameters_are_refused_by_the_header() -> None:
     check(header(dim))
     with pytest.raises(ValueError, match=rf"holds [\d,]+ numbers, expected at most [\d,]+ for {dim} parameters"):
         check(header(2 * dim + 1))
+
+
+@pytest.mark.parametrize("make", [draws, gaussian])
+def test_a_posterior_of_a_real_size_comes_back(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.faults.posteriors.PLAIN", [["lm_head.weight", [32_000, 140]]])
+    posterior = make(1)
+    posterior.save_pretrained(tmp_path)
+    assert max(file.stat().st_size for file in tmp_path.rglob("*")) > 16 * 2**20  # others are read in another way
+    assert equal(Posterior.from_pretrained(tmp_path), posterior)
