@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.core.layout import Layout
+from hf_bayes.core.layout import Layout, decoder_of
 from hf_bayes.members.batch_norm import StackedBatchNorm, frozen_batch_norms, refuse_without_place, statistics_layout
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
@@ -38,6 +38,7 @@ class Members:
         core: the transformers model that is called.
         layout: the layout of the random parameters.
         statistics: the layout of the members' statistics of batch normalisation, which may follow in theta.
+        names_of_images: the random parameters in the part that reads the images of a model of images and text.
         attached: True while the model has its member axis.
         is_single: True while the model has its own forwards and weights of one member (``as_single_model``).
     """
@@ -58,6 +59,7 @@ class Members:
                 f"{stored[0]} is no parameter of {type(core).__name__}; members may have these statistics of batch "
                 f"normalisation beside their parameters: {', '.join(self.statistics.names[:4]) or 'none'}"
             )
+        self.names_of_images = self._names_before(decoder_of(core))
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0
@@ -67,6 +69,7 @@ class Members:
         self.weight_methods = WeightMethods(model)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
         self._checked: set[tuple[nn.Module, bool]] = set()
+        self._not_called: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without the cached views.
@@ -74,6 +77,14 @@ class Members:
         Each copied view would hold a whole theta, and the cache is identified by the address of the original theta.
         """
         return {**self.__dict__, "_viewed": None}
+
+    def _names_before(self, decoder: nn.Module | None) -> frozenset[str]:
+        """Return the random parameters of the backbone outside its text decoder; none without such a decoder."""
+        if decoder is None:
+            return frozenset()
+        backbone: Any = self.core.base_model
+        before = {id(module) for module in backbone.modules()} - {id(module) for module in decoder.modules()}
+        return frozenset(name for item in self.stacked if id(item.module) in before for name in item.names.values())
 
     @property
     def complete_layout(self) -> Layout:
@@ -175,6 +186,7 @@ class Members:
             ValueError: in the first pass, naming a random parameter that the model reads outside its module.
         """
         members, (rows, positions) = self.context.num_members, shape_of(inputs)
+        self._not_called = self.names_of_images if inputs.get("pixel_values") is None else frozenset()
         if folded:
             if rows % members:
                 raise ValueError(f"{rows} rows cannot be divided among {members} members: use a multiple")
@@ -222,12 +234,12 @@ class Members:
         yield from (theta,) if count == 1 else torch.tensor_split(theta, count)
 
     def check_all_read(self) -> None:
-        """Check, after a whole forward, that it read every random parameter.
+        """Check, after a whole forward, that it read every random parameter. Without images it reads none of theirs.
 
         Raises:
             ValueError: naming a parameter that was not read. The model uses it outside its module, or not at all.
         """
-        unread = sorted(set(self.layout.names) - self.context.used)
+        unread = sorted(set(self.layout.names) - self.context.used - self._not_called)
         if unread:
             raise ValueError(
                 f"{len(unread)} random parameters were not read in a forward pass, first {unread[0]}: the model uses "

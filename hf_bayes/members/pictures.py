@@ -23,19 +23,38 @@ def pictures_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {name: tensors[name] for name in PICTURES if name in tensors}
 
 
-def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tensor) -> dict[str, Tensor]:
-    """Return the images of some rows of a batch, in the order of these rows.
+def one_image_per_row(pictures: dict[str, Tensor], placeholders: Tensor) -> bool:
+    """Check that each row of a batch has one image, and that a model reads it as one row of an input of its own.
+
+    Args:
+        pictures, placeholders: as in ``take_pictures``.
+    """
+    if set(pictures) - {"pixel_values", "pixel_attention_mask"}:
+        return False  # images of several sizes: patches of all images in one row, or a number of crops
+    shape, num_rows = pictures["pixel_values"].shape, len(placeholders)
+    alone = shape[0] == num_rows if len(shape) == 4 else len(shape) == 5 and shape[:2] == (num_rows, 1)
+    return alone and bool((placeholders > 0).all())
+
+
+def take_pictures(
+    pictures: dict[str, Tensor], placeholders: Tensor, index: Tensor, *, by_row: bool = False
+) -> dict[str, Tensor]:
+    """Return the images of some rows of a batch, in the order of these rows; nothing if these rows have none.
 
     Args:
         pictures: the result of ``pictures_of`` for the batch.
         placeholders: [B] the number of placeholder tokens in each row of the batch.
         index: [k] row numbers; a row may occur several times.
+        by_row: True if the model reads images as [B, images, ...], with zeros where a row has fewer images.
     Raises:
         ValueError: if the batch does not show which images belong to which row.
     """
     grid = pictures.get("image_grid_thw")
     pixels = next(iter(pictures.values())) if grid is None else grid
     num_images, num_rows = len(pixels), len(placeholders)
+    if by_row and num_images == num_rows:
+        own = {name: value[index.to(value.device)] for name, value in pictures.items()}
+        return own if bool(own["pixel_values"].any()) else {}
     patches = torch.ones(num_images, dtype=torch.long) if grid is None else grid.prod(-1).cpu()
     placeholders, index = placeholders.cpu(), index.cpu()
     if num_rows == 1:
@@ -49,8 +68,10 @@ def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tens
             raise ValueError(_unknown(num_images, num_rows))
     images = torch.cat([(owners == row).nonzero()[:, 0] for row in index.tolist()])
     offsets = patches.cumsum(0) - patches
+    if len(images) == 0:
+        return {}  # a model cannot read a tensor of no images
     pieces = [torch.arange(int(offsets[image]), int(offsets[image] + patches[image])) for image in images.tolist()]
-    by_patch = torch.cat(pieces) if pieces else images
+    by_patch = torch.cat(pieces)
     found = {}
     for name, value in pictures.items():
         if len(value) not in (num_images, int(patches.sum())):
@@ -93,5 +114,6 @@ def _owners(areas: Tensor, placeholders: Tensor) -> Tensor:
 def _unknown(num_images: int, num_rows: int) -> str:
     return (
         f"a batch of {num_rows} rows has {num_images} images, and its placeholder tokens do not show which belong to "
-        "which row: give each row one image, or let all chains read the same rows (minibatch='shared') in one pass"
+        "which row: give each row one image, or generate from one row at a time; in training, let all chains read the "
+        "same rows (minibatch='shared')"
     )

@@ -43,7 +43,8 @@ class Stacked:
             f"{next(iter(self.names.values()))}: its module was called with {found}, expected {members * rows} "
             f"({members} members x {rows}): the model shuffles rows (experts, windows or patches of an image), or "
             "calls it on a table. Leave it out of the subspace (for a LoRA on DeBERTa: "
-            "target_modules=['value_proj', 'dense'])"
+            "target_modules=['value_proj', 'dense']), or run one member at a time: members_per_pass=1 in the training "
+            "arguments, model.members_per_pass = 1 for predictions"
         )
 
     def tensor(self, attribute: str) -> Tensor:

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from hf_bayes.core.tensors import tensors_in
+from hf_bayes.members.cache import mergeable
 from hf_bayes.members.compat.transformers import CACHE, own_generation_hooks, takes_cache
-from hf_bayes.members.pictures import PICTURES, pictures_of, take_pictures
+from hf_bayes.members.inputs import num_rows_of
+from hf_bayes.members.pictures import PICTURES, one_image_per_row, pictures_of, take_pictures
 from hf_bayes.members.trunk import has_axes
-from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.causal_lm import BayesianCausalLMOutput, BayesianModelForCausalLM
+from hf_bayes.models.prediction_mode import predicts
+from hf_bayes.models.predictors import MemberLogLik
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 """Inputs that mark each token as text or as an image's placeholder."""
@@ -30,6 +34,8 @@ _FOLLOWED = (
 """Methods of ``generate`` that a model may define by itself: we call them, or do not need them."""
 _SEE_ALL = ("paligemma",)
 """Model types in which a prompt's tokens see later ones."""
+_BY_ROW = ("idefics2", "idefics3", "smolvlm")
+"""Model types that read images as [rows, images, ...]."""
 
 
 class BayesianModelForImageTextToText(BayesianModelForCausalLM):
@@ -65,11 +71,82 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         rest = super().take_rows({k: v for k, v in inputs.items() if k not in pictures}, index)
         if not pictures:
             return rest
-        return rest | take_pictures(pictures, self._placeholders(inputs["input_ids"]), index)
+        return rest | self._take_pictures(pictures, inputs["input_ids"], index)
+
+    def _take_pictures(self, pictures: dict[str, Tensor], input_ids: Tensor, index: Tensor) -> dict[str, Tensor]:
+        by_row = self.config.model_type in _BY_ROW
+        return take_pictures(pictures, self._placeholders(input_ids), index, by_row=by_row)
 
     def _placeholders(self, input_ids: Tensor) -> Tensor:
         """Return [B], the number of placeholder tokens of images in each row."""
         return input_ids.eq(_image_token(self.config)).sum(1)  # type: ignore[arg-type]
+
+    # -- passes of several members ------------------------------------------------------------------------------------
+
+    def _share_a_pass(self, inputs: dict[str, Any]) -> bool:
+        """Check that several members can read a batch in one pass.
+
+        With random weights in the part that reads images, the rows of this part must be assigned to members. This part
+        has images (or patches) as rows, and the batch must have as many of them for each member.
+        """
+        pictures = pictures_of(inputs)
+        # a step of generate keeps the sizes of images that an earlier step has read
+        if "pixel_values" not in pictures or not self.members.names_of_images:
+            return True
+        ids = inputs.get("input_ids")
+        return ids is not None and one_image_per_row(pictures, self._placeholders(ids))
+
+    def passes(self, inputs: dict[str, Any]) -> list[Tensor]:
+        return super().passes(inputs) if self._share_a_pass(inputs) else list(self.members.chunks(self.current, 1))
+
+    def log_lik(
+        self, theta: Tensor, inputs: dict[str, Any], *, folded: bool, weights: Tensor | None = None
+    ) -> MemberLogLik:
+        if len(theta) == 1 or self._share_a_pass(inputs):
+            return super().log_lik(theta, inputs, folded=folded, weights=weights)
+        found = []
+        for member in range(len(theta)):
+            own = inputs
+            if folded:
+                rows = num_rows_of(inputs) // len(theta)
+                own = self.take_rows(inputs, torch.arange(member * rows, (member + 1) * rows))
+            some = slice(member, member + 1)
+            weight = None if weights is None else weights[some]
+            found.append(super().log_lik(theta[some], own, folded=folded, weights=weight))
+        return MemberLogLik(*map(torch.cat, zip(*found, strict=True)))
+
+    @predicts
+    def _answer(self, inputs: dict[str, Any], cache: Any, *args: Any) -> BayesianCausalLMOutput:
+        if cache is not None:
+            self._require_one_pass(inputs, cache)
+            if inputs.get("position_ids") is None:  # generate gives the positions of each step
+                self._repeat_offsets(num_rows_of(inputs))
+        return super()._answer(inputs, cache, *args)
+
+    def _require_one_pass(self, inputs: dict[str, Any], cache: Any) -> None:
+        """Check that members can fill a cache: one by one, or all in one pass.
+
+        Raises:
+            ValueError: for images that need a pass for each member, and a cache that cannot be joined from passes.
+        """
+        if self.num_members > 1 and not self._share_a_pass(inputs) and not mergeable(cache):
+            raise ValueError(
+                f"a {type(cache).__name__} of this kind, or one that holds text already, is filled by all members in "
+                "one pass, and these images need a pass for each member, because weights in the part that reads "
+                "images are random. Give the whole text at once with a cache of the default kind, or set "
+                "use_cache=False"
+            )
+
+    def _repeat_offsets(self, num_rows: int) -> None:
+        """Repeat, for each member, the offsets of positions behind the images of earlier tokens.
+
+        Qwen2-VL keeps them from its last pass, which may have read the rows of a few members only.
+        """
+        backbone: Any = self.core.base_model
+        offsets = getattr(backbone, "rope_deltas", None)
+        num_members = self.causal.num_stored(self._num_cached)
+        if offsets is not None and num_rows <= len(offsets) != num_members * num_rows:
+            backbone.rope_deltas = offsets[:num_rows].repeat(num_members, 1)
 
     # -- generate's own hooks -------------------------------------------------------------------------------------
 
@@ -91,7 +168,7 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         if pictures and expand_size > 1:
             assert input_ids is not None
             index = torch.arange(len(input_ids)).repeat_interleave(expand_size)
-            pictures = take_pictures(pictures, self._placeholders(input_ids), index)
+            pictures = self._take_pictures(pictures, input_ids, index)
         return ids, rest | pictures
 
     def inputs_beside(self, prompt: dict[str, Any], sequences: Tensor) -> dict[str, Any]:

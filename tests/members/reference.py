@@ -82,7 +82,7 @@ def separate_gradients(
             logits, labels = logits.flatten(0, -2), labels.flatten()
             logits = logits if logits.dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-            found = torch.autograd.grad(loss, [parameters[name] for name in layout.names])
+            found = torch.autograd.grad(loss, [parameters[name] for name in layout.names], materialize_grads=True)
         losses.append(loss.detach())
         gradients.append(layout.flatten(dict(zip(layout.names, found, strict=True))))
     return torch.stack(losses), torch.stack(gradients)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.members.pictures import pictures_of, take_pictures
+from hf_bayes.members.pictures import one_image_per_row, pictures_of, take_pictures
 from tests.multimodal import illustrated
 
 
@@ -57,6 +57,36 @@ def test_images_of_unknown_rows_are_refused(placeholders: list[int]) -> None:
     pixels = torch.zeros((3, 2, 3, 8, 8))
     with pytest.raises(ValueError, match=r"3 rows has 3 images.* give each row one image"):
         take_pictures({"pixel_values": pixels}, torch.tensor(placeholders), torch.tensor([0]))
+
+
+def test_rows_without_an_image_have_no_pictures() -> None:
+    pixels = torch.arange(3.0).view(3, 1, 1, 1)
+    assert take_pictures({"pixel_values": pixels}, torch.tensor([8, 0, 4]), torch.tensor([1])) == {}
+    padded = torch.tensor([[1.0, 2], [0, 0], [3, 0]]).view(3, 2, 1, 1, 1)
+    pictures = {"pixel_values": padded, "pixel_attention_mask": torch.ones(3, 2, 1, 1)}
+    assert take_pictures(pictures, torch.tensor([2, 0, 1]), torch.tensor([1, 1]), by_row=True) == {}
+    found = take_pictures(pictures, torch.tensor([2, 0, 1]), torch.tensor([2, 1, 0, 0]), by_row=True)
+    assert torch.equal(found["pixel_values"], padded[[2, 1, 0, 0]])
+    assert len(found["pixel_attention_mask"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "placeholders", "others", "expected"),
+    [
+        ((2, 3, 8, 8), [4, 4], (), True),
+        ((2, 3, 8, 8), [8, 0], (), False),
+        ((3, 3, 8, 8), [8, 4], (), False),
+        ((2, 1, 3, 8, 8), [4, 4], ("pixel_attention_mask",), True),
+        ((2, 2, 3, 8, 8), [8, 4], ("pixel_attention_mask",), False),
+        ((2, 3, 8, 8), [4, 4], ("image_sizes",), False),
+        ((8, 96), [1, 1], ("image_grid_thw",), False),
+    ],
+)
+def test_a_row_has_one_image_that_a_model_reads_as_one_row(
+    shape: tuple[int, ...], placeholders: list[int], others: tuple[str, ...], expected: bool
+) -> None:
+    pictures = {"pixel_values": torch.zeros(shape), **{name: torch.ones(2, 2) for name in others}}
+    assert one_image_per_row(pictures, torch.tensor(placeholders)) is expected
 
 
 def test_pictures_are_found_by_name() -> None:

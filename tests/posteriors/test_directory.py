@@ -112,7 +112,7 @@ def test_a_large_covariance_is_read(components: int, tmp_path: Path, monkeypatch
     assert equal(Posterior.from_pretrained(tmp_path), posterior)
 
 
-def test_more_directions_than_parameters_are_refused_by_the_header() -> None:
+def test_more_directions_than_parameters_are_refused() -> None:
     config = dataclasses.replace(gaussian().config, approximation="gaussian_low_rank")
     check = expected_shapes({CONFIG: config.to_dict()}, [CONFIG, GAUSSIAN])[GAUSSIAN]
     assert callable(check)
