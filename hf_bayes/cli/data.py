@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
 from hf_bayes.cli.parsing import read_text
-from hf_bayes.cli.row_places import Splits, place_of
+from hf_bayes.cli.row_places import Splits, if_filled, place_of
 
 _FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -244,7 +244,10 @@ def check_texts(split: Dataset, column: str, what: str, *, place: Callable[[int]
         for row, text in enumerate(split[column]):
             if text is None:
                 where = place_of(what, row) if place is None else place(row)
-                raise ValueError(f"{where}: {column!r} holds nothing (null), expected text: fill it, or leave it out")
+                raise ValueError(
+                    f"{where}: {column!r} holds nothing (null), expected text: fill it, or leave it out"
+                    + if_filled(where)
+                )
 
 
 def _hold_out(splits: Splits, fraction: float, text_column: str, seed: int) -> None:

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 from datasets import ClassLabel, Dataset, DatasetDict, LargeList, List
 
 from hf_bayes.cli.data import check_split, check_texts
-from hf_bayes.cli.row_places import place_of
+from hf_bayes.cli.row_places import if_filled, place_of
+
+_KINDS = {
+    str: "text", int: "integers", float: "decimal numbers", bool: "true or false", list: "lists", dict: "mappings",
+}  # fmt: skip
+"""The kinds of values in a row of JSON -> words for them."""
 
 
 class LabelledText(NamedTuple):
@@ -72,12 +77,7 @@ def labelled_text(
         ValueError: for a missing column, fewer than two classes, or a label that is missing, not finite in a
             regression, or not in the training split.
     """
-    columns = [text_column, label_column, *([] if pair_column is None else [pair_column])]
-    if len(set(columns)) < len(columns):
-        raise ValueError(
-            f"the columns of the text, the second text and the label must differ, got {', '.join(columns)}: the label "
-            "would be part of what it is predicted from"
-        )
+    check_columns(text_column, pair_column, label_column)
     for name, split in splits.items():
         for column in [text_column, *([] if pair_column is None else [pair_column])]:
             check_texts(split, column, f"the split {name!r}", place=None if place is None else partial(place, name))
@@ -117,6 +117,20 @@ def unlabelled_text(
     )
 
 
+def check_columns(text_column: str, pair_column: str | None, label_column: str) -> None:
+    """Check that the columns of the text, of the second text (None if there is none) and of the label differ.
+
+    Raises:
+        ValueError: if two are the same.
+    """
+    columns = [text_column, label_column, *([] if pair_column is None else [pair_column])]
+    if len(set(columns)) < len(columns):
+        raise ValueError(
+            f"the columns of the text, the second text and the label must differ, got {', '.join(columns)}: the label "
+            "would be part of what it is predicted from"
+        )
+
+
 def _encoder(
     tokenizer: Any, text_column: str, pair_column: str | None, max_length: int | None
 ) -> Callable[[dict[str, list[Any]]], dict[str, Any]]:
@@ -145,8 +159,10 @@ def read_labels(values: Iterable[Any], labels: LabelReader, place: Callable[[int
         try:
             answers.append(labels.read(value))
         except (LookupError, TypeError, ValueError):
+            where = place(row)
             raise ValueError(
-                f"{place(row)} has the label {value!r}, expected {labels.expected}: {labels.advice}"
+                f"{where} has the label {value!r}, expected {labels.expected}: {labels.advice}"
+                + (if_filled(where) if value is None else "")
             ) from None
     return answers
 
@@ -164,7 +180,7 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
         names = list(given.values())
         index: dict[Any, int] = {number: number for number in given}
     else:
-        found = _values(train[column] if several else [train.unique(column)])
+        found = _classes(train[column] if several else [train[column]], column)
         if any(isinstance(value, float) for value in found):
             # in a table with empty cells, classes that were integers have a decimal point, too
             if not several and not all(float(value).is_integer() for value in found if math.isfinite(value)):
@@ -204,9 +220,16 @@ def classes_in(feature: Any) -> tuple[bool, dict[int, str] | None]:
     return several, dict(enumerate(inner.names)) if isinstance(inner, ClassLabel) else None
 
 
-def _values(rows: Iterable[Iterable[Any] | None]) -> set[Any]:
-    """Return the values in all rows. A missing value is refused later, with its row."""
-    return {value for row in rows for value in row or ()} - {None}
+def _classes(rows: Iterable[Iterable[Any] | None], column: str) -> set[Any]:
+    """Return the values in all rows, which must be of one kind. A missing value is refused later, with its row."""
+    values = [value for row in rows for value in row or () if value is not None]
+    if len(kinds := {type(value) for value in values}) > 1:
+        named = ", ".join(sorted(_KINDS.get(kind, kind.__name__) for kind in kinds))
+        raise ValueError(
+            f"the column {column!r} holds values of several kinds ({named}), expected classes of one kind: write each "
+            'class as text, such as "1" in place of 1'
+        )
+    return set(values)
 
 
 def some(names: Sequence[str]) -> str:

@@ -41,6 +41,20 @@ def place_of(source: str, row: int) -> str:
     return f"row {row + 1} (counted from 1) of {source}" if line is None else f"line {line} of {source}"
 
 
+def if_filled(place: str) -> str:
+    """Return words to add to an error about an empty cell: in a .csv file, the reader takes some words as empty.
+
+    Args:
+        place: the words of ``place_of`` for the row.
+    """
+    if ".csv" not in place:
+        return ""
+    return (
+        ". If the cell is filled: NA, null, None and the like also count as empty in a .csv file; rename the class, "
+        "change the text, or give the rows as .jsonl"
+    )
+
+
 def _line(file: Path, row: int) -> int | None:
     """Return the line in which a row begins; None for a file of another kind, or with fewer rows."""
     with file.open(encoding="utf-8", newline="") as lines:

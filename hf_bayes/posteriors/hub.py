@@ -6,7 +6,7 @@ import fnmatch
 import glob
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeGuard, Unpack, cast
 
@@ -122,6 +122,26 @@ def push_directory(
         ValueError, OSError: if the posterior is damaged, a text in it looks like an access token, or the picture, the
             evaluation or a result is of another posterior.
     """
+    options: dict[str, Any] = {"private": private, "revision": revision, "commit_message": commit_message}
+    return upload(directory, repo_id, token=token, with_repository=lambda _: None, **options)
+
+
+def upload(
+    directory: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    with_repository: Callable[[str], None],
+    token: str | bool | None,
+    private: bool | None,
+    revision: str | None,
+    commit_message: str | None,
+) -> CommitInfo:
+    """Upload a saved posterior as ``push_directory`` does.
+
+    Args:
+        with_repository: a function that takes the id of the repository with its owner, and may write the card anew. It
+            is called after all checks, when the repository has been made.
+    """
     root = Path(directory)
     storage.recover(root)
     contents = storage.read_directory(root, format=storage.POSTERIOR, raw=sidecars.is_sidecar)
@@ -137,6 +157,7 @@ def push_directory(
     _warn_of_local_paths(contents.get(CONFIG))
     api = HfApi(token=token)
     repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with_repository(repository)
     if revision is not None and not revision.startswith("refs/"):  # a pull request exists already, and is not a branch
         api.create_branch(repository, branch=revision, exist_ok=True)
     return api.upload_folder(

@@ -42,7 +42,7 @@ from hf_bayes.posteriors.directory import (
     read_parts,
 )
 from hf_bayes.posteriors.lora_ensemble import ensemble_of
-from hf_bayes.posteriors.model_card import CardFields, card_fields, render_card
+from hf_bayes.posteriors.model_card import CardFields, card_fields, render_card, write_card
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar, sidecars_in
 from hf_bayes.posteriors.storage import POSTERIOR, Content
 from hf_bayes.posteriors.storage.json_values import json_value
@@ -276,7 +276,7 @@ class Posterior:
         """Upload the files of the posterior, and no other file. Return the commit, a text with its address.
 
         Args:
-            repo_id: the repository, made if missing.
+            repo_id: the repository, made if missing. Without an owner it is the user's, and the card names it in full.
             token: the access token of the Hub. It is never stored.
             private: whether a new repository is private.
             revision: a branch, made if missing, or a pull request (refs/pr/1). The main branch by default.
@@ -287,9 +287,10 @@ class Posterior:
         """
         with tempfile.TemporaryDirectory() as directory:
             self.save_pretrained(directory, repo_id=repo_id, **card)
-            return hub.push_directory(
+            return hub.upload(
                 directory,
                 repo_id,
+                with_repository=lambda name: write_card(directory, repo_id=name, **card),
                 token=token,
                 private=private,
                 revision=revision,

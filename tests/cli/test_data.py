@@ -75,6 +75,7 @@ def test_a_fraction_of_0_holds_no_row_out(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("gap.csv", "text,label\nhello there,2\n,4\nmore of it,5\n", r"line 3 of .*gap.csv: 'text' holds nothing"),
+        ("na.csv", "text,label\na b,2\nNA,4\n", r"line 3 of .*na.csv: 'text' .* NA, null, None and the like also"),
         ("gap.jsonl", '{"text": "a b"}\n{"text": null}\n', r"line 2 of .*gap.jsonl: 'text' holds nothing"),
         ("numbers.csv", "text,label\n1,2\n3,4\n", r"numbers.csv': the column 'text' holds int64, expected text"),
         (

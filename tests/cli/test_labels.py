@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
+from hf_bayes.cli.data import load_rows, load_splits
 from hf_bayes.cli.labels import labelled_text, unlabelled_text
+from hf_bayes.cli.model_labels import classes_of
 
 ROWS = [{"text": f"text {i}", "label": "even" if i % 2 == 0 else "odd"} for i in range(20)]
 
@@ -147,6 +151,52 @@ def test_one_class_or_whole_decimals_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         labelled_text(columns(label=labels), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kinds"),
+    [
+        (["b", 2, "a"], "integers, text"),
+        (["a", None, 3], "integers, text"),
+        ([True, 1], "integers, true or false"),
+        (["a", ["b"]], "lists, text"),
+        ([["a"], [1]], "integers, text"),
+        ([[["a"], 1], ["b"]], "integers, lists, text"),
+        ([{"a": 1}, "x"], "mappings, text"),
+    ],
+)
+def test_labels_of_several_kinds_are_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, labels: list[Any], kinds: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"text": "a", "label": label}) for label in labels))
+    splits = DatasetDict(train=load_rows(str(file)))
+    words = rf"the column 'label' holds values of several kinds \({kinds}\), expected classes of one kind: write each"
+    with pytest.raises(ValueError, match=words):
+        labelled_text(splits, tokenizer)
+
+
+def test_a_column_has_one_use(splits: DatasetDict, tokenizer: PreTrainedTokenizerFast) -> None:
+    for given in ({"label_column": "text"}, {"pair_column": "text"}, {"pair_column": "label"}):
+        with pytest.raises(ValueError, match="the columns of the text, the second text and the label must differ"):
+            labelled_text(splits, tokenizer, **given)
+
+
+@pytest.mark.parametrize("name", ["null", "NA", "None"])
+def test_a_class_that_a_csv_file_cannot_hold_is_explained(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, name: str
+) -> None:
+    rows = [("a", "yes"), ("b", name), ("c", "no")]
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    words = r"line 3 of .*rows.csv has the label None, .* null, None and the like also count as .* rename the class"
+    loaded = load_splits(str(tmp_path / "rows.csv"), validation_fraction=0)
+    with pytest.raises(ValueError, match=words):
+        labelled_text(loaded.rows, tokenizer, place=loaded.place)
+    with pytest.raises(ValueError, match=words):
+        classes_of(load_rows(str(tmp_path / "rows.csv")), ["yes", "no"], what=str(tmp_path / "rows.csv"))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": t, "label": label}) for t, label in rows))
+    loaded = load_splits(str(tmp_path / "rows.jsonl"), validation_fraction=0)
+    assert names_of(labelled_text(loaded.rows, tokenizer, place=loaded.place).head) == sorted(["yes", "no", name])
 
 
 def test_a_column_of_decimal_numbers_is_a_regression(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.calibration import CALIBRATION
 from tests.mutants.fault import Fault
 from tests.mutants.fifth_review import FIFTH_REVIEW
+from tests.mutants.fifth_review_images import FIFTH_REVIEW_IMAGES
+from tests.mutants.fifth_review_places import FIFTH_REVIEW_PLACES
 from tests.mutants.fourth_review import FOURTH_REVIEW
 from tests.mutants.label_noise import LABEL_NOISE
 from tests.mutants.models_and_fits import MODELS_AND_FITS
@@ -353,6 +355,8 @@ FAULTS = (
     *THIRD_REVIEW,
     *FOURTH_REVIEW,
     *FIFTH_REVIEW,
+    *FIFTH_REVIEW_IMAGES,
+    *FIFTH_REVIEW_PLACES,
     *LABEL_NOISE,
 )
 # fmt: on

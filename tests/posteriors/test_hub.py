@@ -224,6 +224,33 @@ def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str
     assert equal(Posterior.from_pretrained(tmp_path / "d"), draws(2, seed=2))
 
 
+def test_the_card_of_a_push_names_the_owner_of_the_repository(pushed: dict[str, Any]) -> None:
+    draws(2, adapter=True).push_to_hub("x", license="mit")  # the Hub adds the user to whom the token belongs
+    card = ModelCard(pushed["files"]["README.md"].decode())
+    assert '.from_pretrained("user/x")' in card.text
+    assert 'PeftModel.from_pretrained(base, "user/x"' in card.text
+    assert '"x"' not in card.text
+    assert card.data.license == "mit"
+
+
+def test_the_card_of_a_trainer_s_push_names_the_owner(pushed: dict[str, Any], tmp_path: Path) -> None:
+    trainer = runs.trainer(tmp_path / "x", SGHMCConfig(num_chains=2))
+    trainer.train()
+    trainer.push_to_hub(tags=["one"])
+    card = ModelCard(pushed["files"]["README.md"].decode())
+    assert 'from_pretrained("user/x")' in card.text
+    assert "one" in card.data.tags
+
+
+def test_no_repository_is_made_for_a_posterior_that_is_not_saved(pushed: dict[str, Any]) -> None:
+    with (
+        patch.object(hub.storage, "write_directory", side_effect=OSError("no space left on device")),
+        pytest.raises(OSError, match="no space left"),
+    ):
+        draws(2, adapter=True).push_to_hub("x")
+    assert not pushed
+
+
 def test_a_push_into_a_pull_request_makes_no_branch(pushed: dict[str, Any]) -> None:
     draws(2).push_to_hub("user/x", revision="refs/pr/3")
     assert pushed["upload_folder"]["revision"] == "refs/pr/3"

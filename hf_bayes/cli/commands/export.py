@@ -65,7 +65,9 @@ class ExportArguments:
     compare: str | None = field(
         default=None, metadata={"help": "A second posterior of the Hub to show in the Space, beside the first."}
     )
-    repo_id: str | None = field(default=None, metadata={"help": "Repository id in the examples of the model card."})
+    repo_id: str | None = field(
+        default=None, metadata={"help": "Repository id in the examples of the model card. It is not kept."}
+    )
     base_model: str | None = field(default=None, metadata={"help": "Folder or id of the base model, if it has moved."})
 
     def __post_init__(self) -> None:

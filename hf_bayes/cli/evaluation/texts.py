@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_rows
 from hf_bayes.cli.evaluation.case import TEST, Collate
-from hf_bayes.cli.labels import unlabelled_text
+from hf_bayes.cli.labels import check_columns, unlabelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
 from hf_bayes.cli.parsing import check_count
 
@@ -51,8 +51,10 @@ def text_sets(
         labels_of: a function of the test rows and the name of their file. It returns their labels.
         placeholder: the label of all other rows.
     Raises:
-        OSError, ValueError: for a file that cannot be read, a missing column, or a label that does not fit the model.
+        OSError, ValueError: for a file that cannot be read, a missing column, one column with two uses, or a label
+            that does not fit the model.
     """
+    check_columns(text_column, args.pair_column, args.label_column)
     columns: dict[str, Any] = {"text_column": text_column, "pair_column": args.pair_column}
     sets = {}
     for name, file in files.items():

@@ -12,9 +12,10 @@ from hf_bayes.cli.data import check_split, load_rows
 from hf_bayes.cli.evaluation.case import TEST, Case, Collate, Target
 from hf_bayes.cli.evaluation.classes import scored_classes, unscored_classes
 from hf_bayes.cli.evaluation.texts import TextArguments
+from hf_bayes.cli.labels import check_columns
 from hf_bayes.cli.model_labels import tags_of, words_of
 from hf_bayes.cli.padding import longest_row
-from hf_bayes.cli.row_places import place_of
+from hf_bayes.cli.row_places import if_filled, place_of
 from hf_bayes.metrics.figures import TAGS
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.posteriors.storage.json_types import is_texts
@@ -27,11 +28,13 @@ def word_sets(
     """Read and encode the words of each file. Only the rows of the test set need tags.
 
     Raises:
-        OSError, ValueError: for a file that cannot be read, a missing column, a row without words, tags that are not
-            classes of the model or not as many as words, and a tokenizer that cannot be given words.
+        OSError, ValueError: for a file that cannot be read, a missing column, one column with two uses, a row without
+            words, tags that are not classes of the model or not as many as words, and a tokenizer that cannot be given
+            words.
     """
     if args.pair_column is not None:
         raise ValueError(f"--pair_column {args.pair_column}: a tagger reads one text, leave it out")
+    check_columns(target.text_column, None, args.label_column)
     if not tokenizer.is_fast:
         raise ValueError(
             f"a tagger needs a fast tokenizer, which finds the tokens of each word, got {type(tokenizer).__name__}: "
@@ -62,9 +65,10 @@ def _words(rows: Dataset, column: str, what: str) -> list[list[str]]:
     for number, value in enumerate(rows[column]):
         words = words_of(value) if isinstance(value, (str, list)) else []
         if not words or not is_texts(words):
+            where = place_of(what, number)
             raise ValueError(
-                f"{place_of(what, number)} has {value!r} in the column {column!r}, expected a list of words, or text: "
-                "drop such rows, or name the column of the words"
+                f"{where} has {value!r} in the column {column!r}, expected a list of words, or text: "
+                "drop such rows, or name the column of the words" + (if_filled(where) if value is None else "")
             )
         found.append(words)
     return found

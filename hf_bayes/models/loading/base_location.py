@@ -99,11 +99,32 @@ def reaching(posterior: Posterior, name: str, given: Any) -> Iterator[None]:
 
 def refuse_adapted(model: nn.Module) -> None:
     """Raise for a base model with an adapter, because its layers would count as layers of the base model."""
-    if isinstance(model, PeftModel) or modules_of(model, BaseTunerLayer):
+    if isinstance(model, PeftModel) or _adapted_layers(model):
         raise ValueError(
             f"base_model is a {type(model).__name__} with an adapter of peft: give the model without it "
-            "(peft_model.unload(), or merge_and_unload() if its adapter belongs to the base), or its name or folder"
+            "(peft_model.unload(), or merge_and_unload() if its adapter belongs to the base), or a name or folder "
+            "without an adapter"
         )
+
+
+def refuse_bare_adapter(model: nn.Module) -> None:
+    """Raise for an adapter in a model that is not a ``PeftModel``: a posterior would not record it.
+
+    transformers adds such adapters itself (``add_adapter``, ``load_adapter``, ``from_pretrained`` of an adapter's
+    folder), and ``get_base_model`` of a ``PeftModel`` leaves its adapter in the layers.
+    """
+    if not isinstance(model, PeftModel) and (layers := _adapted_layers(model)):
+        raise ValueError(
+            f"{type(model).__name__} has an adapter of peft in its layers, first {layers[0]}, and is not a PeftModel: "
+            "a posterior would not record the adapter. Wrap the model: get_peft_model(model, config) in place of "
+            "model.add_adapter(config), or PeftModel.from_pretrained(base, folder, is_trainable=True) for a trained "
+            "adapter. To keep a trained adapter as it is, merge it (merge_and_unload()), save the merged model, and "
+            "load that as the base"
+        )
+
+
+def _adapted_layers(model: nn.Module) -> list[str]:
+    return list(modules_of(model, BaseTunerLayer))
 
 
 def _is_own(posterior: Posterior, name: str) -> bool:

@@ -18,7 +18,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.members.batch_norm import running_statistics, stored_buffers
 from hf_bayes.members.compat import transformers as compat
 from hf_bayes.models.loading import lora_layers
-from hf_bayes.models.loading.base_location import cached_commit, revision_of
+from hf_bayes.models.loading.base_location import cached_commit, refuse_bare_adapter, revision_of
 from hf_bayes.models.loading.config_fingerprint import evaluation_fields
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.storage.json_types import as_list, is_texts
@@ -284,8 +284,10 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     """Return the content of adapter_config.json, each module by its full name; None for a model without an adapter.
 
     Raises:
-        ValueError: for a LoRA that posteriors do not support, naming the field.
+        ValueError: for a LoRA that posteriors do not support, naming the field, and for an adapter in a model that is
+            not a ``PeftModel``.
     """
+    refuse_bare_adapter(model)
     config = config_of_adapter(model)
     if config is None:
         return None

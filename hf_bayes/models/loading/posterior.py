@@ -101,6 +101,8 @@ def loaded(
         if posterior.config.task != task:
             raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
         found = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
+        refuse_adapted(found.model)
+        base.refuse_spread(found.model)
         loaded_as = found.model.dtype
         is_own = isinstance(base_model, nn.Module)
         before = BaseState(found.model, lora_layers.changed_by(posterior.adapter_config) if is_own else ())
@@ -308,8 +310,6 @@ def _load_base(
     # adapters that came without a record of their base take it as transformers finds it
     dtype = None if recorded["dtype"] is None else getattr(torch, recorded["dtype"])
     if isinstance(given, nn.Module):
-        refuse_adapted(given)
-        base.refuse_spread(given)
         return Loaded(cast(PreTrainedModel, given))
     name, hub = locate(posterior, given, location, trust_remote_code)
     if not name:
@@ -323,9 +323,7 @@ def _load_base(
         config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
     if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
         hub["quantization_config"] = AutoQuantizationConfig.from_dict(head["quantization_config"])
-    loaded = load_pretrained(auto_class, name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
-    base.refuse_spread(loaded.model)
-    return loaded
+    return load_pretrained(auto_class, name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
 
 
 def _dtype_of(given: Any) -> torch.dtype | None:

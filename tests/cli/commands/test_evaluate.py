@@ -166,7 +166,11 @@ def test_the_command_of_the_page_runs_as_printed(
     ("fields", "words"),
     [
         ({"label_column": "class"}, r"test.csv has no column 'class', only query, parity: name one of them"),
-        ({"label_column": "query"}, r"line 2 of .*test.csv has the label 'The mito.*', expected one of the 2 classes"),
+        (
+            {"label_column": "query", "text_column": "parity"},
+            r"line 2 of .*test.csv has the label 'The mito.*', expected one of the 2 classes",
+        ),
+        ({"label_column": "query"}, "the columns of the text, .* must differ, got query, query: the label would be"),
         ({"text_column": "text"}, r"test.csv has no column 'text', only query, parity: name one of them"),
         ({"length": "64"}, r"--length: not for the task of the posterior .*posterior, leave it out"),
         ({"test": "test.txt"}, r"test.txt is one text, expected rows: give a .jsonl, .csv or .parquet file"),

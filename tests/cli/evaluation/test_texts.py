@@ -33,3 +33,11 @@ def test_missing_columns_are_refused(tmp_path: Path) -> None:
     files = write_rows(tmp_path, [0] * NUM_ROWS)
     with pytest.raises(ValueError, match=r"test.jsonl has no column 'title', only text, label: name one of them"):
         sets_of(files, text_column="title")
+
+
+@pytest.mark.parametrize("given", [{"label_column": "text"}, {"pair_column": "text"}, {"pair_column": "label"}])
+def test_a_column_has_one_use(tmp_path: Path, given: dict[str, str]) -> None:
+    files = write_rows(tmp_path, ["a"] * NUM_ROWS)
+    reading: dict[str, Any] = {"labels_of": lambda rows, file: [0] * len(rows), "placeholder": 0}
+    with pytest.raises(ValueError, match="the columns of the text, the second text and the label must differ, got "):
+        text_sets(files, tiny_tokenizer(), TextArguments(**given), text_column="text", **reading)

@@ -75,6 +75,7 @@ def test_words_beyond_the_last_token_are_left_out(tmp_path: Path, model: Bayesia
         ([""], [""], {}, r"line 1 of .*test.jsonl has '' in the column 'text', expected a list of words, or text"),
         ([3], ["O"], {}, r"line 1 of .*test.jsonl has 3 in the column 'text', expected a list of words"),
         (["a"], ["O"], {"label_column": "tags"}, r"test.jsonl has no column 'tags', only text, label: name one"),
+        (["a"], ["O"], {"label_column": "text"}, "columns of the text, .* and the label must differ"),
         (["a"], ["O"], {"pair_column": "b"}, "--pair_column b: a tagger reads one text, leave it out"),
     ],
 )

@@ -12,15 +12,19 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hf_bayes.fit.laplace import fit_laplace
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.loading.base_location import cached_commit, locate, revision_of
 from hf_bayes.models.loading.checkpoint_weights import load_pretrained
 from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors.posterior import Posterior
+from tests import runs
 from tests.faults.posteriors import config, draws
 from tests.members.reference import core_of
 from tests.models.loading.test_base_model import described
 from tests.models.loading.test_lora_layers import saved
+from tests.models.prepared import unchanged
 from tests.posteriors.storage.test_read import as_hub_cache
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
 
@@ -96,6 +100,47 @@ def test_what_is_no_base_model_is_refused_in_words(given: Any, tmp_path: Path) -
         model = model if given == "peft" else model.get_base_model()
     with pytest.raises(ValueError, match=words):
         BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=model)
+
+
+def _from_folder(folder: Path) -> Any:
+    """transformers puts the adapter of the folder on the base model that it names."""
+    tiny_llama().save_pretrained(folder / "base")
+    with_lora(AutoModelForCausalLM.from_pretrained(folder / "base")).save_pretrained(folder / "adapter")
+    return AutoModelForCausalLM.from_pretrained(folder / "adapter")
+
+
+def _added(folder: Path) -> Any:
+    model = tiny_llama()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    return model
+
+
+def _unwrapped(folder: Path) -> Any:
+    return with_lora(tiny_llama()).get_base_model()
+
+
+@pytest.mark.parametrize("subspace", ["last_layer", r"layers\.1\..*lora_"])
+@pytest.mark.parametrize("make", [_from_folder, _added, _unwrapped])
+def test_an_adapter_outside_a_peft_model_is_refused(make: Any, subspace: str, tmp_path: Path) -> None:
+    model = make(tmp_path)
+    words = (
+        r"LlamaForCausalLM has an adapter of peft in its layers, first model\.layers\.0\.self_attn\.q_proj, and is not "
+        r"a PeftModel: .* Wrap the model: get_peft_model\(model, config\) .* PeftModel\.from_pretrained\(base, folder, "
+        r"is_trainable=True\) .* merge it \(merge_and_unload\(\)\), save the merged model"
+    )
+    with unchanged(model), pytest.raises(ValueError, match=words):
+        runs.trainer(tmp_path / "run", EnsembleConfig(num_chains=2), model=model, subspace=subspace)
+    with unchanged(model), pytest.raises(ValueError, match=words):
+        fit_laplace(model, runs.token_rows(), subspace=subspace)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_base_is_loaded_from_a_folder_with_an_adapter(tmp_path: Path) -> None:
+    saved(with_lora(tiny_llama()), tmp_path / "posterior")
+    with_lora(tiny_llama()).save_pretrained(tmp_path / "both")
+    tiny_llama().save_pretrained(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"base_model is a LlamaForCausalLM with an adapter of peft: "):
+        BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior", base_model=tmp_path / "both")
 
 
 def test_a_pipeline_hands_on_that_the_base_is_not_checked(tmp_path: Path) -> None:
