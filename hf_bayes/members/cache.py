@@ -135,6 +135,12 @@ def require_cache_rows(cache: Any, num_rows: int, num_members: int, num_trunk: i
             )
 
 
+def holds_states_alone(cache: Any) -> bool:
+    """Return whether a filled cache holds states without keys, which do not say how many tokens they have read."""
+    linear = list(getattr(cache, "is_linear", ()))
+    return bool(linear) and all(linear) and any(_rows_held(layer) for layer in cache.layers)
+
+
 def _rows_held(layer: Any) -> set[int]:
     """Return the numbers of rows of a layer's keys or linear-attention states; empty for an empty layer."""
     held = [getattr(layer, "keys", None)]

@@ -186,7 +186,8 @@ class Members:
             ValueError: in the first pass, naming a random parameter that the model reads outside its module.
         """
         members, (rows, positions) = self.context.num_members, shape_of(inputs)
-        self._not_called = self.names_of_images if inputs.get("pixel_values") is None else frozenset()
+        has_images = inputs.get("pixel_values") is not None
+        self._not_called = frozenset() if has_images else self.names_of_images
         if folded:
             if rows % members:
                 raise ValueError(f"{rows} rows cannot be divided among {members} members: use a multiple")
@@ -194,7 +195,7 @@ class Members:
         else:
             inputs = repeat_rows(inputs, rows, members)
         called, trunk = module or self.core, not folded and members > 1
-        kind = called, "pixel_values" in inputs  # a part that reads images runs on images only
+        kind = called, has_images  # a part that reads images runs on images only
         if kind in self._checked or self.is_single or not self.context.tensors:
             return self.run(called, inputs, rows, positions, trunk=trunk)
         with ReadsOutsideModules(self.model, self.layout.names) as reads:

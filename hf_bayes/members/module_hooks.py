@@ -134,9 +134,10 @@ class LayerHooks:
     Args:
         model: the model that the names refer to, without a member axis.
         names: the parameter names of the layout.
+        of_images: those in the part that reads images, whose positions are no tokens.
     """
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, names: tuple[str, ...], of_images: frozenset[str] = frozenset()) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         wanted = {id(parameters[name]): name for name in names}
         modules = dict(model.named_modules())  # a module in several places has its first path
@@ -155,10 +156,10 @@ class LayerHooks:
         self.anchor = torch.zeros((), requires_grad=True)
         """A leaf on which every hooked output depends. A backward pass to it reaches all hooks, and nothing else."""
         self._consume: Callable[[LayerRecord], None] | None = None
-        self._first = True
         self._delivered: set[tuple[int, int]] = set()
         self._called: set[int] = set()
-        self._num_positions = 1
+        self._first, self._num_positions = True, 1
+        self._of_images = {i for i, layer in enumerate(self.layers) if of_images & set(layer.names.values())}
         self._num_rows, self._num_texts, self._rows = 1, 1, slice(None)
         self._valid: Tensor | None = None
         self._terms: Tensor | None = None
@@ -262,11 +263,12 @@ class LayerHooks:
         Raises:
             UnsupportedModule: naming a parameter of the module.
         """
-        expected = self._num_rows * self._num_texts
+        layer, expected = self.layers[index], self._num_rows * self._num_texts
         tokens = output.ndim == 2 and output.shape[0] == self._num_rows * self._num_positions  # row after row
-        if output.shape[0] != expected and not tokens:
+        one = expected == 1 and index in self._of_images and not layer.has_channels  # all images are of this row
+        if output.shape[0] != expected and not tokens and not one:
             raise UnsupportedModule(
-                f"{next(iter(self.layers[index].names.values()))}: its module was called with {output.shape[0]} rows, "
+                f"{next(iter(layer.names.values()))}: its module was called with {output.shape[0]} rows, "
                 f"expected {expected}: the model puts positions first, shuffles rows (experts, windows), or calls it "
                 "on a table. Row gradients are not defined: leave it out of the subspace, or use estimator='hessian'"
             )
@@ -289,18 +291,17 @@ class LayerHooks:
         """Pass the input and output gradient of a layer to the consumer; the backward of the identity calls this."""
         if self._consume is None:
             return
-        key = (index, self._rows.start)
-        again = key in self._delivered
+        again = (key := (index, self._rows.start)) in self._delivered
         self._delivered.add(key)
-        rows, texts = 1 if self._one_row else self._num_rows, self._num_texts
-        if self.layers[index].has_channels:
+        layer, rows, texts = self.layers[index], 1 if self._one_row else self._num_rows, self._num_texts
+        if layer.has_channels:
             x, g = x.unflatten(0, (rows, texts)), g.unflatten(0, (rows, texts))
-            self._consume(LayerRecord(self.layers[index], source, x, g, self._rows, None, self._first, again, texts))
+            self._consume(LayerRecord(layer, source, x, g, self._rows, None, self._first, again, texts))
             return
         g = g.reshape(rows, -1, g.shape[-1])
         x = x.reshape(rows, -1, x.shape[-1]) if x.is_floating_point() else x.reshape(rows, -1)
-        valid = self._valid if self._valid is not None and self._valid.shape == g.shape[:2] else None
-        layer = self.layers[index]
+        known = self._valid is not None and self._valid.shape == g.shape[:2]
+        valid = self._valid if known and index not in self._of_images else None
         if layer.is_head and not self._one_row:
             known = self._terms is not None and self._terms.shape == g.shape[:2]
             valid = self._terms if known else g.ne(0).any(-1)  # a sequence classifier reads one position per row
@@ -346,5 +347,4 @@ def _cut(tensor: Tensor, *, kept: slice, num_rows: int) -> Tensor:
 
 def _head_of(paths: Iterable[str]) -> str | None:
     """Return the path of a classifier's output layer; None if there is none."""
-    paths = [path for path in paths if path.split(".")[-1] in ("score", "classifier")]
-    return min(paths, key=len, default=None)
+    return min((path for path in paths if path.split(".")[-1] in ("score", "classifier")), key=len, default=None)

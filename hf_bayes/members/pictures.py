@@ -24,15 +24,17 @@ def pictures_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def one_image_per_row(pictures: dict[str, Tensor], placeholders: Tensor) -> bool:
-    """Check that each row of a batch has one image, and that a model reads it as one row of an input of its own.
+    """Return whether each row of a batch has one image, which a model reads as one row of an input of its own.
 
     Args:
         pictures, placeholders: as in ``take_pictures``.
     """
     if set(pictures) - {"pixel_values", "pixel_attention_mask"}:
         return False  # images of several sizes: patches of all images in one row, or a number of crops
-    shape, num_rows = pictures["pixel_values"].shape, len(placeholders)
-    alone = shape[0] == num_rows if len(shape) == 4 else len(shape) == 5 and shape[:2] == (num_rows, 1)
+    pixels, num_rows = pictures["pixel_values"], len(placeholders)
+    alone = len(pixels) == num_rows
+    if pixels.ndim == 5:  # [B, images, ...], from which models drop images of zeros
+        alone = pixels.shape[:2] == (num_rows, 1) and bool(pixels.flatten(1).any(1).all())
     return alone and bool((placeholders > 0).all())
 
 
@@ -54,7 +56,7 @@ def take_pictures(
     num_images, num_rows = len(pixels), len(placeholders)
     if by_row and num_images == num_rows:
         own = {name: value[index.to(value.device)] for name, value in pictures.items()}
-        return own if bool(own["pixel_values"].any()) else {}
+        return own if bool((placeholders > 0)[index.to(placeholders.device)].any()) else {}
     patches = torch.ones(num_images, dtype=torch.long) if grid is None else grid.prod(-1).cpu()
     placeholders, index = placeholders.cpu(), index.cpu()
     if num_rows == 1:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.tensors import joined
 from hf_bayes.members.compat.transformers import CACHE, with_cache_named
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.models.base import BayesianModel
@@ -109,6 +110,10 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """Return ``inputs`` with positions that count from each row's first token, as the model counts a row alone."""
         return numbered(inputs, self.core, self.check_inputs.first_position)
 
+    def reads_rows_apart(self, inputs: dict[str, Any]) -> bool:
+        """Return whether each row of a batch is one row, too, for every module with random weights."""
+        return True
+
     def row_slices(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a batch in pieces of whole rows, so that memory does not grow with its rows."""
         return self.causal.row_slices(self, inputs, self.predictor.tensors_per_state)
@@ -147,7 +152,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         refuse_labels(self.likelihood, inputs["labels"], self.num_outputs)
         found = [self._read_rows(rows, read, keep_logits) for rows in self.row_slices(inputs)]
         kept = [logits for _, logits in found if logits is not None]
-        return _joined([values for values, _ in found]), torch.cat(kept) if kept else None
+        return joined([values for values, _ in found]), torch.cat(kept) if kept else None
 
     def _read_rows(self, inputs: dict[str, Any], read: Reader, keep_logits: bool) -> Readings:
         inputs = {**inputs, "use_cache": False}
@@ -163,7 +168,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                 pieces.append(read(found, flat[index]))
                 if keep_logits:
                     kept.append(found.logits)
-        return _joined(pieces), torch.cat(kept).view(*targets.shape, -1) if keep_logits else None
+        return joined(pieces), torch.cat(kept).view(*targets.shape, -1) if keep_logits else None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -250,7 +255,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             if trace is not None:
                 assert found.members is not None  # generate refuses closed forms
                 trace.observe(*found.members)
-        return _joined(pieces)
+        return joined(pieces)
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -341,10 +346,3 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Return False: on GPUs generate compiles the forward for static caches, and a member axis prevents that."""
         return False
-
-
-def _joined(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate dictionaries of tensors; a single one, as in every step of decoding, is not copied."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}

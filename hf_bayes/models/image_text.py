@@ -71,6 +71,8 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         rest = super().take_rows({k: v for k, v in inputs.items() if k not in pictures}, index)
         if not pictures:
             return rest
+        if inputs.get("input_ids") is None:
+            raise ValueError("images belong to the rows whose input_ids have their placeholders: give input_ids")
         return rest | self._take_pictures(pictures, inputs["input_ids"], index)
 
     def _take_pictures(self, pictures: dict[str, Tensor], input_ids: Tensor, index: Tensor) -> dict[str, Tensor]:
@@ -83,11 +85,11 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
 
     # -- passes of several members ------------------------------------------------------------------------------------
 
-    def _share_a_pass(self, inputs: dict[str, Any]) -> bool:
-        """Check that several members can read a batch in one pass.
+    def reads_rows_apart(self, inputs: dict[str, Any]) -> bool:
+        """Return whether each row of a batch is one row, too, for every module with random weights.
 
-        With random weights in the part that reads images, the rows of this part must be assigned to members. This part
-        has images (or patches) as rows, and the batch must have as many of them for each member.
+        The part that reads images has images (or patches) as rows. If its weights are random, several members can read
+        a batch in one pass only if each row has one image.
         """
         pictures = pictures_of(inputs)
         # a step of generate keeps the sizes of images that an earlier step has read
@@ -97,12 +99,12 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         return ids is not None and one_image_per_row(pictures, self._placeholders(ids))
 
     def passes(self, inputs: dict[str, Any]) -> list[Tensor]:
-        return super().passes(inputs) if self._share_a_pass(inputs) else list(self.members.chunks(self.current, 1))
+        return super().passes(inputs) if self.reads_rows_apart(inputs) else list(self.members.chunks(self.current, 1))
 
     def log_lik(
         self, theta: Tensor, inputs: dict[str, Any], *, folded: bool, weights: Tensor | None = None
     ) -> MemberLogLik:
-        if len(theta) == 1 or self._share_a_pass(inputs):
+        if len(theta) == 1 or self.reads_rows_apart(inputs):
             return super().log_lik(theta, inputs, folded=folded, weights=weights)
         found = []
         for member in range(len(theta)):
@@ -129,7 +131,7 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         Raises:
             ValueError: for images that need a pass for each member, and a cache that cannot be joined from passes.
         """
-        if self.num_members > 1 and not self._share_a_pass(inputs) and not mergeable(cache):
+        if self.num_members > 1 and not self.reads_rows_apart(inputs) and not mergeable(cache):
             raise ValueError(
                 f"a {type(cache).__name__} of this kind, or one that holds text already, is filled by all members in "
                 "one pass, and these images need a pass for each member, because weights in the part that reads "

@@ -117,11 +117,16 @@ class PassData(NamedTuple):
     context: Callable[[], AbstractContextManager[Any]]
 
 
+def hooks_of(model: BayesianModel) -> LayerHooks:
+    """Return hooks on all layers of a model that own random parameters."""
+    return LayerHooks(model.model, model.layout.names, model.members.names_of_images)
+
+
 def _outer_products(
     model: BayesianModel, theta: Tensor, data: PassData, spec: CurvatureSpec, *, gradient: bool
 ) -> CurvaturePassResult:
     """Return the result for an estimator that is a sum of outer products of vector-Jacobian products (VJPs)."""
-    estimator, hooks = spec.build_estimator(), LayerHooks(model.model, model.layout.names)
+    estimator, hooks = spec.build_estimator(), hooks_of(model)
     run = partial(run_vjps, model, hooks, theta, data)
     accumulator, fallbacks = spec.accumulator(model.layout, theta, hooks.layers)
     half_batches, sums = None, [GradientSum(model.layout, theta)] if gradient else []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.rng import generator
-from hf_bayes.members.inputs import shape_of
+from hf_bayes.members.inputs import num_rows_of, shape_of
 from hf_bayes.members.module_hooks import LayerHooks, LayerRecord
 from hf_bayes.methods.laplace.accumulators import Accumulator
 from hf_bayes.methods.laplace.estimators import Estimator, Terms
@@ -154,6 +154,10 @@ class CausalPass(CurvaturePass):
         return _log_lik(model, model.outputs(inputs)[0], labels)
 
     def add_batch(self, batch: dict[str, Any]) -> None:
+        if (num_rows := num_rows_of(batch)) > 1 and not self.model.reads_rows_apart(batch):
+            for row in range(num_rows):
+                self.add_batch(self.model.take_rows(batch, torch.tensor([row])))
+            return
         head, inputs = self.model.head, self.model.numbered({**batch, "use_cache": False})
         labels, mask = inputs.pop("labels"), inputs.get("attention_mask")
         if mask is None:  # what follows a row's last label may be padding; no term reads it

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.methods.laplace.accumulators import RowSum
 from hf_bayes.methods.laplace.curvature import Curvature
 from hf_bayes.methods.laplace.estimators import Estimator
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.objectives.curvature_pass import TRUE, PassData, run_vjps
+from hf_bayes.objectives.curvature_pass import TRUE, PassData, hooks_of, run_vjps
 
 
 class ProductSum(RowSum):
@@ -62,7 +61,7 @@ def curvature_products(
     with as_single_model(model.members, theta):
         total = ProductSum(model.layout, theta, vectors.to(theta))
         run_vjps(
-            model, LayerHooks(model.model, model.layout.names), theta, data, [(estimator, [total])],
+            model, hooks_of(model), theta, data, [(estimator, [total])],
             range(data.num_rows),
         )  # fmt: skip
     return data.scale * total.products
@@ -72,5 +71,5 @@ def row_gradients(model: BayesianModel, theta: Tensor, data: PassData, rows: lis
     """Return the gradients [B, d] of the log-likelihoods of some rows, given by their numbers."""
     found = RowGradients(model.layout, theta)
     with as_single_model(model.members, theta):
-        run_vjps(model, LayerHooks(model.model, model.layout.names), theta, data, [(TRUE, [found])], rows)
+        run_vjps(model, hooks_of(model), theta, data, [(TRUE, [found])], rows)
     return torch.cat(found.batches)

@@ -68,6 +68,8 @@ def test_rows_without_an_image_have_no_pictures() -> None:
     found = take_pictures(pictures, torch.tensor([2, 0, 1]), torch.tensor([2, 1, 0, 0]), by_row=True)
     assert torch.equal(found["pixel_values"], padded[[2, 1, 0, 0]])
     assert len(found["pixel_attention_mask"]) == 4
+    gray = {"pixel_values": torch.zeros(2, 1, 1, 1, 1)}  # an image may be zeros after normalisation
+    assert list(take_pictures(gray, torch.tensor([1, 0]), torch.tensor([0]), by_row=True)) == ["pixel_values"]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,10 @@ def test_rows_without_an_image_have_no_pictures() -> None:
 def test_a_row_has_one_image_that_a_model_reads_as_one_row(
     shape: tuple[int, ...], placeholders: list[int], others: tuple[str, ...], expected: bool
 ) -> None:
-    pictures = {"pixel_values": torch.zeros(shape), **{name: torch.ones(2, 2) for name in others}}
+    pictures = {"pixel_values": torch.ones(shape), **{name: torch.ones(2, 2) for name in others}}
     assert one_image_per_row(pictures, torch.tensor(placeholders)) is expected
+    pictures["pixel_values"][0] = 0  # models that read images by row take an image of zeros for none
+    assert one_image_per_row(pictures, torch.tensor(placeholders)) is (expected and len(shape) != 5)
 
 
 def test_pictures_are_found_by_name() -> None:

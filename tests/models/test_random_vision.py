@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import hf_bayes
 from hf_bayes.core.layout import select
+from hf_bayes.fit.model_curvature import row_gradients_of_model
+from hf_bayes.members.module_hooks import LayerHooks
+from hf_bayes.members.single_member import as_single_model
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
@@ -205,3 +208,47 @@ def test_a_run_does_not_depend_on_the_members_of_a_pass(minibatch: str, tmp_path
     trainer.save_model()
     loaded = hf_bayes.BayesianModelForImageTextToText.from_pretrained(tmp_path / "posterior1")
     assert loaded.score(**{k: v for k, v in collate(rows).items() if k != "labels"}).total.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("counts", [(1, 1, 1), (2, 0), (2, 1, 0), (2, 1)])
+def test_row_gradients_are_those_of_the_images_of_a_row(kind: str, counts: tuple[int, ...]) -> None:
+    """As many images as rows are not one image for each row."""
+    model, _ = bayesian(kind, num_members=1)
+    batch = labelled(kind, counts)
+    found = row_gradients_of_model(
+        model, list(range(len(counts))), collate=lambda _: dict(batch), batch_size=len(counts)
+    )
+    own = [model.take_rows(batch, torch.tensor([row])) for row in range(len(counts))]
+    expected = [-separate_gradients(adapted(kind), model.layout, model.current, [rows])[1] for rows in own]
+    torch.testing.assert_close(torch.cat(list(found)), torch.cat(expected), rtol=1e-5, atol=1e-5)  # rotated in float32
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_padding_of_a_text_hides_no_patch_of_an_image(length: int) -> None:
+    """An image of idefics3 has four patches, as a text of four tokens has tokens."""
+    batch = {k: v if k == "pixel_values" else v[:, :length] for k, v in labelled("idefics3", (1, 1)).items()}
+    batch["attention_mask"][0, -1] = 0
+    batch["labels"][0, -1] = -100
+    model, _ = bayesian("idefics3", num_members=1)
+    valid: dict[str, Tensor | None] = {}
+    with as_single_model(model.members, model.current[0]):
+        hooks = LayerHooks(model.model, model.layout.names, model.members.names_of_images)
+        with hooks.open():
+            hooks.begin(batch)
+            hidden = model.head.hidden({k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False})[0]
+            hooks.on_backward(
+                lambda record: valid.update(dict.fromkeys(record.layer.names.values(), record.valid)), first=True
+            )
+            torch.autograd.backward(hidden, torch.ones_like(hidden), inputs=[hooks.anchor])
+    assert valid.keys() == set(model.layout.names)
+    for name, mask in valid.items():
+        assert (mask is None) == (name in model.members.names_of_images), name
+
+
+def test_images_without_the_ids_of_their_rows_are_refused() -> None:
+    model, theta = bayesian("llava")
+    batch = labelled("llava", (2, 1, 1, 0))
+    embedded = model.core.get_input_embeddings()(batch.pop("input_ids")).detach()
+    with pytest.raises(ValueError, match="the rows whose input_ids have their placeholders: give input_ids"):
+        model(**batch, inputs_embeds=embedded, theta=theta, folded=True)

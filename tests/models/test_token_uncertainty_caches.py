@@ -88,6 +88,15 @@ def test_generate_goes_on_with_a_cache_of_the_callers_own(argument: str) -> None
     torch.testing.assert_close(rest.epistemic, whole.epistemic[:, 2:], rtol=0, atol=0)
 
 
+@pytest.mark.skipif(CACHE != "cache", reason="Mamba needs transformers 5.24")
+def test_generate_does_not_go_on_with_states_alone() -> None:
+    model, _, theta = prepared("mamba-lora")
+    with attached("mamba-lora", model, theta) as bayesian:
+        begun = generate(bayesian, batch(), max_new_tokens=2)
+        with pytest.raises(ValueError, match=r"of states without keys.*does not say how many tokens it has read"):
+            generate(bayesian, {"input_ids": begun.sequences}, cache=begun[CACHE])
+
+
 @pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-lora", "llama-head"])
 def test_a_cache_whose_rows_are_repeated_serves_beams(name: str) -> None:
     model, _, theta = prepared(name)

@@ -20,7 +20,7 @@ from hf_bayes.members.compat.transformers_names import CHECKPOINTING, CHECKPOINT
 if TYPE_CHECKING:
     from transformers import Trainer
 
-_CACHE_NAMES = ("cache", "past_key_values")
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # the last is Mamba's before transformers 5.24
 _parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = next(name for name in _CACHE_NAMES if name in _parameters)
 """The argument and the output that hold keys and values: ``cache`` since transformers 5.24, and ``past_key_values``
@@ -106,7 +106,7 @@ def cache_of(holder: Any) -> Any:
 
 
 def takes_cache(core: nn.Module) -> bool:
-    """Check that a model reads keys and values of earlier tokens."""
+    """Return whether a model reads keys and values of earlier tokens."""
     return CACHE in inspect.signature(core.forward).parameters
 
 
@@ -119,7 +119,9 @@ def with_cache_named(arguments: Mapping[str, Any]) -> dict[str, Any]:
     named = dict(arguments)
     given = [cache for name in _CACHE_NAMES if (cache := named.pop(name, None)) is not None]
     if len(given) > 1:
-        raise ValueError(f"got keys and values twice, as {' and as '.join(_CACHE_NAMES)}: give one of them")
+        raise ValueError(
+            f"got keys and values twice, under two of the names {', '.join(_CACHE_NAMES)}: give one of them"
+        )
     return named | {CACHE: given[0]} if given else named
 
 

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
+from hf_bayes.members.cache import holds_states_alone
 from hf_bayes.members.compat.transformers import CACHE, cache_of
 from hf_bayes.models.language.token_uncertainty import TraceStreamer
 
@@ -120,6 +121,12 @@ def _refuse_cache(cache: Any, use_cache: Any) -> None:
     known = type(cache) in (DynamicCache, StaticCache)
     if not known or cache.offloading:
         refuse(f"{CACHE}={type(cache).__name__}{' that is offloaded' if known else ''}", _CACHE)
+    if holds_states_alone(cache):
+        refuse(
+            f"{CACHE}={type(cache).__name__} of states without keys",
+            "it does not say how many tokens it has read, and the whole text would be read once more. Give the text "
+            "without a cache",
+        )
     if use_cache is False:
         refuse(
             f"{CACHE}={type(cache).__name__}, use_cache=False",

@@ -118,8 +118,8 @@ def refuse_bare_adapter(model: nn.Module) -> None:
             f"{type(model).__name__} has an adapter of peft in its layers, first {layers[0]}, and is not a PeftModel: "
             "a posterior would not record the adapter. Wrap the model: get_peft_model(model, config) in place of "
             "model.add_adapter(config), or PeftModel.from_pretrained(base, folder, is_trainable=True) for a trained "
-            "adapter. To keep a trained adapter as it is, merge it (merge_and_unload()), save the merged model, and "
-            "load that as the base"
+            "adapter. To keep a trained adapter as it is, load it by PeftModel.from_pretrained(base, folder), merge it "
+            "(merge_and_unload()), save the merged model, and load that as the base"
         )
 
 

@@ -153,9 +153,9 @@ def test_a_cache_has_the_name_that_models_and_outputs_give_it() -> None:
 
 def test_a_cache_is_taken_under_the_name_of_any_version() -> None:
     cache = DynamicCache()
-    for name in ("cache", "past_key_values"):
+    for name in ("cache", "past_key_values", "cache_params"):
         assert compat.with_cache_named({name: cache, "x": 1}) == {compat.CACHE: cache, "x": 1}
     assert compat.with_cache_named({"cache": None, "past_key_values": cache}) == {compat.CACHE: cache}
     assert compat.with_cache_named({"cache": None, "x": 1}) == {"x": 1}
-    with pytest.raises(ValueError, match="got keys and values twice, as cache and as past_key_values: give one"):
+    with pytest.raises(ValueError, match="got keys and values twice, under two of the names cache, past_key_values, "):
         compat.with_cache_named({"cache": cache, "past_key_values": cache})
