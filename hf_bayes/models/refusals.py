@@ -163,7 +163,7 @@ def refuse_hidden_state(core: nn.Module) -> None:
     if not takes_cache(core):
         what = f"takes no {CACHE}"
     elif core.config.model_type in _ANSWER_NO_CACHE:
-        what = f"answers no {CACHE}"
+        what = f"returns no {CACHE}"
     else:
         return
     raise ValueError(

@@ -123,14 +123,14 @@ def push_directory(
             evaluation or a result is of another posterior.
     """
     options: dict[str, Any] = {"private": private, "revision": revision, "commit_message": commit_message}
-    return upload(directory, repo_id, token=token, with_repository=lambda _: None, **options)
+    return upload(directory, repo_id, token=token, **options)
 
 
 def upload(
     directory: str | os.PathLike[str],
     repo_id: str,
     *,
-    with_repository: Callable[[str], None],
+    with_repository: Callable[[str], None] | None = None,
     token: str | bool | None,
     private: bool | None,
     revision: str | None,
@@ -140,7 +140,7 @@ def upload(
 
     Args:
         with_repository: a function that takes the id of the repository with its owner, and may write the card anew. It
-            is called after all checks, when the repository has been made.
+            is called after all checks, when the repository has been made. None leaves the card as it is.
     """
     root = Path(directory)
     storage.recover(root)
@@ -157,7 +157,8 @@ def upload(
     _warn_of_local_paths(contents.get(CONFIG))
     api = HfApi(token=token)
     repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    with_repository(repository)
+    if with_repository is not None:
+        with_repository(repository)
     if revision is not None and not revision.startswith("refs/"):  # a pull request exists already, and is not a branch
         api.create_branch(repository, branch=revision, exist_ok=True)
     return api.upload_folder(

@@ -213,7 +213,7 @@ def test_a_run_does_not_depend_on_the_members_of_a_pass(minibatch: str, tmp_path
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 0), (2, 1, 0), (2, 1)])
 def test_row_gradients_are_those_of_the_images_of_a_row(kind: str, counts: tuple[int, ...]) -> None:
-    """As many images as rows are not one image for each row."""
+    """A batch with as many images as rows may have two images in one row and none in another."""
     model, _ = bayesian(kind, num_members=1)
     batch = labelled(kind, counts)
     found = row_gradients_of_model(

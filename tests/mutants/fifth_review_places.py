@@ -16,7 +16,7 @@ FIFTH_REVIEW_PLACES = (
            "models/loading/test_base_location.py::test_what_is_no_base_model_is_refused_in_words")),
     # -- cards
     Fault("fifth: the card of a push names no owner", "posteriors/hub.py",
-          "    with_repository(repository)\n", "",
+          "if with_repository is not None:", "if with_repository is None:",
           ("posteriors/test_hub.py::test_the_card_of_a_push_names_the_owner_of_the_repository",
            "posteriors/test_hub.py::test_the_card_of_a_trainer_s_push_names_the_owner")),
     Fault("fifth: the card of a push forgets its author's fields", "posteriors/posterior.py",

@@ -1,6 +1,6 @@
-"""What the package reads of transformers beside its documented interface.
+"""The functions here read what transformers does not document.
 
-``transformers_names`` lists these names, and tests compare the list with the installed version.
+``transformers_names`` lists the private names, and tests compare the list with the installed version.
 """
 
 from __future__ import annotations

@@ -279,14 +279,14 @@ def test_a_model_without_keys_and_values_to_cache_is_refused() -> None:
         attach(model, subspace="attention.output")
     assert "forward" not in vars(model.rwkv.blocks[0].attention.output)
     xlm = XLMWithLMHeadModel(XLMConfig(vocab_size=VOCABULARY, emb_dim=16, n_layers=1, n_heads=2, causal=True))
-    with pytest.raises(ValueError, match=r"XLMWithLMHeadModel (takes|answers) no"):  # its cache is a dictionary
+    with pytest.raises(ValueError, match=r"XLMWithLMHeadModel (takes|returns) no"):  # its cache is a dictionary
         attach(xlm, subspace="q_lin")
 
 
 def test_a_model_that_keeps_its_state_in_its_layers_is_refused() -> None:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(num_hidden_layers=3, lru_width=16, **sizes))
-    with pytest.raises(ValueError, match=f"RecurrentGemmaForCausalLM answers no {CACHE}: models that keep"):
+    with pytest.raises(ValueError, match=f"RecurrentGemmaForCausalLM returns no {CACHE}: models that keep"):
         attach(with_lora(model, target_modules=["q_proj"]))
 
 

@@ -110,7 +110,7 @@ def _from_folder(folder: Path) -> Any:
 
 
 def _added(folder: Path) -> Any:
-    """As ``add_adapter`` of transformers does, which may ask for a later peft than there is."""
+    """Make the layers that ``add_adapter`` of transformers makes; it may ask for a later peft than there is."""
     return inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), tiny_llama())
 
 
