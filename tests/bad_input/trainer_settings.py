@@ -121,6 +121,12 @@ TRAINER_SETTINGS = [
         training(warmup_steps=0.1),
         ("warmup_steps=0.1 would be ignored", "'constant'", "Set 'constant_with_warmup'", "leave it out"),
     ),
+    Refused(
+        "trainer",
+        "settings of no schedule",
+        training(lr_scheduler_kwargs={"num_cycles": 2}),
+        ("lr_scheduler_kwargs={'num_cycles': 2} would be ignored", "'constant'", "Set the lr_scheduler_type"),
+    ),
     Refused("trainer", "kernels of liger", training(use_liger_kernel=True), ("use_liger_kernel=True", "Leave it out")),
     Refused(
         "trainer",

@@ -181,7 +181,7 @@ def _refuse_optimizer_settings(args: Any, method: MethodConfig) -> None:
     kind = SchedulerType(args.lr_scheduler_type)
     check_schedules(method, None if kind is SchedulerType.CONSTANT else f"lr_scheduler_type={kind.value!r}")
     if kind is SchedulerType.CONSTANT:
-        _refuse_warmup(args, method)
+        _refuse_settings_of_a_schedule(args, method)
     ignored = [name for name in _OF_AN_OPTIMIZER if getattr(args, name) != _default(args, name)]
     if ignored:
         raise ValueError(
@@ -195,14 +195,17 @@ def _refuse_optimizer_settings(args: Any, method: MethodConfig) -> None:
         )
 
 
-def _refuse_warmup(args: Any, method: MethodConfig) -> None:
-    """Refuse a warm-up beside a constant rate, or beside the method's own schedule: either would ignore it."""
-    if not args.warmup_steps:
-        return
-    reason = "lr_scheduler_type='constant' has none. Set 'constant_with_warmup' or 'linear', or leave it out"
-    if method.schedule is not None:
-        reason = f"{method.name} has a schedule of its own. Leave it out"
-    raise ValueError(f"warmup_steps={args.warmup_steps:g} would be ignored: {reason}")
+def _refuse_settings_of_a_schedule(args: Any, method: MethodConfig) -> None:
+    """Refuse settings of a schedule beside a constant rate, or beside the method's own schedule: both ignore them."""
+    constant = method.schedule is None
+    own = f"{method.name} has a schedule of its own. Leave it out"
+    if args.warmup_steps:
+        reason = "lr_scheduler_type='constant' has none. Set 'constant_with_warmup' or 'linear', or leave it out"
+        raise ValueError(f"warmup_steps={args.warmup_steps:g} would be ignored: {reason if constant else own}")
+    if args.lr_scheduler_kwargs:
+        reason = "lr_scheduler_type='constant' takes none. Set the lr_scheduler_type that they belong to"
+        reason = reason if constant else own
+        raise ValueError(f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} would be ignored: {reason}")
 
 
 def _refuse_other_losses(args: Any) -> None:

@@ -99,6 +99,24 @@ def test_a_warm_up_that_nothing_uses_is_refused(
         refuse_arguments(args, SGLDConfig(schedule=schedule), model, {})
 
 
+@pytest.mark.parametrize(
+    ("kind", "schedule", "words"),
+    [
+        ("constant", None, "lr_scheduler_type='constant' takes none. Set the lr_scheduler_type that they belong to"),
+        ("constant", {"name": "cyclical"}, "sgld has a schedule of its own. Leave it out"),
+        ("cosine_with_restarts", None, ""),
+    ],
+)
+def test_settings_that_no_schedule_takes_are_refused(
+    tmp_path: Path, model: PreTrainedModel, kind: str, schedule: Any, words: str
+) -> None:
+    own = {"num_cycles": 2}
+    args = BayesianTrainingArguments(str(tmp_path), use_cpu=True, lr_scheduler_kwargs=own, lr_scheduler_type=kind)
+    refused = pytest.raises(ValueError, match=re.escape(f"lr_scheduler_kwargs={own} would be ignored: {words}"))
+    with refused if words else nullcontext():
+        refuse_arguments(args, SGLDConfig(schedule=schedule), model, {})
+
+
 def test_the_defaults_are_not_refused(tmp_path: Path, model: PreTrainedModel) -> None:
     args = BayesianTrainingArguments(str(tmp_path), use_cpu=True, push_to_hub=True)
     refuse_arguments(args, MAPConfig(), model, {})
