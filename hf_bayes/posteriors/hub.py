@@ -156,7 +156,7 @@ def upload(
             )
     _warn_of_local_paths(contents.get(CONFIG))
     api = HfApi(token=token)
-    repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    repository = make_repository(repo_id, token=token, private=private)
     if with_repository is not None:
         with_repository(repository)
     if revision is not None and not revision.startswith("refs/"):  # a pull request exists already, and is not a branch
@@ -169,6 +169,15 @@ def upload(
         revision=revision,
         commit_message=commit_message or "Upload posterior",
     )
+
+
+def make_repository(repo_id: str, *, token: str | bool | None, private: bool | None) -> str:
+    """Return the id of a repository with its owner. It is made if it is not there.
+
+    Raises:
+        HfHubHTTPError, OSError: if the Hub refuses the token, or cannot be reached.
+    """
+    return HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
 
 
 def _replaced(earlier: Sequence[str]) -> list[str]:

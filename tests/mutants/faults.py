@@ -14,6 +14,7 @@ from tests.mutants.own_choices import OWN_CHOICES
 from tests.mutants.recommended import RECOMMENDED
 from tests.mutants.reviewed import REVIEWED
 from tests.mutants.second_review import SECOND_REVIEW
+from tests.mutants.sixth_review import SIXTH_REVIEW
 from tests.mutants.third_review import THIRD_REVIEW
 
 
@@ -357,6 +358,7 @@ FAULTS = (
     *FIFTH_REVIEW,
     *FIFTH_REVIEW_IMAGES,
     *FIFTH_REVIEW_PLACES,
+    *SIXTH_REVIEW,
     *LABEL_NOISE,
 )
 # fmt: on

@@ -38,16 +38,17 @@ def sentence(chosen: TuningTrial, trials: Sequence[TuningTrial]) -> str:
     finished = [trial for trial in trials if math.isfinite(trial.mean_nll)]
     plain = [trial for trial in finished if trial.name.startswith(PLAIN)]
     others = [trial for trial in finished if trial not in plain]
+    rival = "plain fine-tuning" + (" with a temperature" if "temperature" in chosen.metrics else "")
     text = f"{chosen.name} is chosen: held-out NLL {chosen.mean_nll:.4f}"
     if plain and chosen not in plain:
         difference, error = chosen.difference(min(plain, key=lambda trial: trial.mean_nll))
-        text += f", {-difference:.4f} (standard error {error:.2g}) less than plain fine-tuning with a temperature"
+        text += f", {-difference:.4f} (standard error {error:.2g}) less than {rival}"
     text += "."
     if chosen in plain and others:
         other = min(others, key=lambda trial: trial.mean_nll)
         difference, error = other.difference(chosen)
         text += (
-            f" Plain fine-tuning with a temperature is as good here: the best other method ({other.name}) differs by "
+            f" {rival.capitalize()} is as good here: the best other method ({other.name}) differs by "
             f"{difference:+.4f} (standard error {error:.2g}) and costs more."
         )
     for trial in finished:

@@ -120,5 +120,6 @@ class Trials:
                 raise FloatingPointError(f"the NLL of {lost} held-out rows is not a finite number")
             trainer.save_model()
             metrics = {name: evaluation.metrics[name] for name in KEPT if name in evaluation.metrics}
-            temperature = trainer.posterior.config.calibration.get("temperature", 1.0)
-            return {**metrics, "temperature": temperature}, nll, evaluation.rows.terms.tolist()
+            fitted = trainer.posterior.config.calibration
+            metrics |= {name: fitted[name] for name in ("temperature",) if name in fitted}  # a regression has none
+            return metrics, nll, evaluation.rows.terms.tolist()

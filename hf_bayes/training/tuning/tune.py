@@ -14,6 +14,7 @@ from hf_bayes.core.number_checks import is_count
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
+from hf_bayes.posteriors.hub import make_repository
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data.fingerprint import undisturbed
@@ -131,7 +132,8 @@ def tune(
     Args:
         model: a transformers or peft model. Each run attaches it, and it is given back as it was.
         args: as for ``BayesianTrainer``, without a learning rate: a candidate has its own. Their number of updates is
-            not used if ``budget`` is given. ``push_to_hub`` uploads the best posterior.
+            not used if ``budget`` is given. ``push_to_hub`` makes the repository before the first run, and uploads the
+            best posterior.
         train_dataset, data_collator, processing_class, subspace, likelihood: as for ``BayesianTrainer``.
         eval_dataset: at least 200 held-out rows with a length. They decide, so test rows must be others.
         budget: minibatch gradients of all runs together; None means ten times the gradients that ``args`` give to
@@ -153,6 +155,8 @@ def tune(
         "processing_class": processing_class, "subspace": subspace, "likelihood": likelihood,
     }  # fmt: skip
     rows, plan, identity, guessed = _prepare(model, args, given, budget, candidates)
+    if args.push_to_hub:  # as Trainer does: a token that the Hub refuses must not show after hours
+        make_repository(repository(args), token=args.hub_token, private=args.hub_private_repo)
     trials = Trials(model, args, given, TuningRecord.open(str(args.output_dir), identity))
     first, second = _run_rounds(trials, plan, show=not args.disable_tqdm)
     finalists = {trial.name for trial in second}

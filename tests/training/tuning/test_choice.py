@@ -48,6 +48,12 @@ def test_the_sentence_says_when_plain_fine_tuning_is_as_good() -> None:
     )
 
 
+def test_the_sentence_of_a_regression_names_no_temperature() -> None:
+    plain, ensemble = (one._replace(metrics={"rmse": 1.0}) for one in (scored(PLAIN, 0.0, 1), scored("x", 0.01, 4)))
+    assert "Plain fine-tuning is as good here: the best" in sentence(plain, [plain, ensemble])
+    assert sentence(ensemble, [plain, ensemble]).endswith(" less than plain fine-tuning.")
+
+
 def test_the_sentence_says_that_a_longer_run_is_worse() -> None:
     plain = scored(PLAIN, 0.0, 1)
     long = scored(PLAIN, -0.1, 1)._replace(gradients=400)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub import HfApi, RepoUrl
 from transformers import default_data_collator
 
 from hf_bayes import Posterior, attach
@@ -187,11 +189,23 @@ def test_a_learning_rate_for_all_candidates_is_refused(tmp_path: Path) -> None:
 def test_the_best_posterior_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[Posterior, str, dict[str, Any]]] = []
     monkeypatch.setattr(Posterior, "push_to_hub", lambda self, repo_id, **given: sent.append((self, repo_id, given)))
+    made: list[Any] = []
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, *args, **given: made.append(sent[:]) or RepoUrl("https://huggingface.co/u/x")
+    )
     settings = {"push_to_hub": True, "hub_model_id": "user/x", "hub_token": "t", "hub_private_repo": True}
     result = call(tmp_path, CANDIDATES[1:3], settings=settings, budget=1600)
     ((posterior, repository, given),) = sent  # no trial is pushed
     assert posterior is result.posterior
     assert (repository, given["token"], given["private"], given["revision"]) == ("user/x", "t", True, None)
+    assert made == [[]]  # the repository was made first
+
+
+def test_a_refused_token_stops_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=PermissionError("no such token")))
+    with pytest.raises(PermissionError, match="no such token"):
+        call(tmp_path, CANDIDATES[1:3], settings={"push_to_hub": True, "hub_model_id": "user/x"}, budget=1600)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
