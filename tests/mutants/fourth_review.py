@@ -63,7 +63,7 @@ FOURTH_REVIEW = (
           ("cli/test_help.py::test_the_help_of_a_comparison_has_no_rate_and_no_checkpoint",
            "cli/test_help.py::test_refused_arguments_are_not_listed")),
     Fault("fourth: a warm-up of a constant rate is ignored", "training/checks/arguments.py",
-          "    if not args.warmup_steps:\n", "    if True:\n",
+          "    if args.warmup_steps:\n", "    if False:\n",
           ("training/checks/test_arguments.py::test_a_warm_up_that_nothing_uses_is_refused",)),
     Fault("fourth: kernels of liger replace layers with members", "training/checks/arguments.py",
           "if args.use_liger_kernel:", "if False:",
