@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 
+ROW_GRADIENTS = "models/test_random_vision.py::test_row_gradients_are_those_of_the_images_of_a_row"
+VALID = "models/test_random_vision.py::test_padding_of_a_text_hides_no_patch_of_an_image"
+
 # fmt: off
 SIXTH_REVIEW = (
+    Fault("sixth: row gradients of a batch whose rows are not apart", "objectives/curvature_products.py",
+          "and not self.model.reads_rows_apart(batch):", "and False:", (ROW_GRADIENTS,)),
+    Fault("sixth: all images of a single row are rows of their own", "members/module_hooks.py",
+          "one = expected == 1 and index in", "one = expected == 0 and index in", (ROW_GRADIENTS,)),
+    Fault("sixth: a text's padding hides patches of an image", "members/module_hooks.py",
+          "self._valid if known and index not in self._of_images else None", "self._valid if known else None",
+          (VALID,)),
+    Fault("sixth: a curvature pass does not know the layers of images", "objectives/curvature_pass.py",
+          "model.layout.names, model.members.names_of_images)", "model.layout.names)", (ROW_GRADIENTS,)),
+    Fault("sixth: an image of zeros in a row is a row", "members/pictures.py",
+          "and bool(pixels.flatten(1).any(1).all())", "",
+          ("members/test_pictures.py::test_a_row_has_one_image_that_a_model_reads_as_one_row",)),
+    Fault("sixth: images of embedded rows are taken by rows", "models/image_text.py",
+          'if inputs.get("input_ids") is None:\n            raise ValueError("images belong',
+          'if False:\n            raise ValueError("images belong',
+          ("models/test_random_vision.py::test_images_without_the_ids_of_their_rows_are_refused",)),
     Fault("sixth: settings of a schedule beside a constant rate", "training/checks/arguments.py",
           "    if args.lr_scheduler_kwargs:\n", "    if args.lr_scheduler_kwargs and not constant:\n",
           ("training/checks/test_arguments.py::test_settings_that_no_schedule_takes_are_refused",)),
