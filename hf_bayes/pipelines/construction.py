@@ -11,9 +11,10 @@ from transformers import Pipeline, PreTrainedTokenizerBase
 
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_check import check_vocabulary
+from hf_bayes.posteriors.hub import LOCATION
 from hf_bayes.posteriors.tasks import TASKS
 
-_LOADING = ("members", "prediction", "calibrated", "base_model", "check_base")
+_LOADING = ("members", "prediction", "calibrated", "base_model", "check_base", *LOCATION)
 _NEAR = 0.75  # num_members is at 0.78 of members, and mems (XLNet's), the nearest name of transformers, at 0.73
 
 

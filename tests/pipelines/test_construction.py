@@ -32,13 +32,13 @@ def test_a_keyword_for_loading_is_named(classify: Any) -> None:
         classify(models.TEXTS[0], predict="single_pass")
 
 
-@pytest.mark.parametrize("keyword", ["members", "num_members", "predict"])
+@pytest.mark.parametrize("keyword", ["members", "num_members", "predict", "revison"])
 @pytest.mark.parametrize("kind", ["generate", "classify"])
 def test_settings_for_loading_are_refused_by_every_pipeline(
     request: pytest.FixtureRequest, kind: str, keyword: str
 ) -> None:
     found = request.getfixturevalue(kind)
-    words = rf"takes no {keyword}.* Did you mean (members|prediction)= of hf_bayes.pipeline"
+    words = rf"takes no {keyword}.* Did you mean (members|prediction|revision)= of hf_bayes.pipeline"
     with pytest.raises(ValueError, match=words):
         found(models.TEXTS[0], **{keyword: 2})
     with pytest.raises(ValueError, match=words):

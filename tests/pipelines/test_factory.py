@@ -72,6 +72,8 @@ def test_wrong_arguments_are_refused(generate: BayesianTextGenerationPipeline) -
         ({"predict": "bogus"}, "prediction"),
         ({"calibrate": False}, "calibrated"),
         ({"basemodel": "llama"}, "base_model"),
+        ({"sub_folder": "draft"}, "subfolder"),
+        ({"local_file_only": True}, "local_files_only"),
     ],
     ids=str,
 )
