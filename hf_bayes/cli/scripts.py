@@ -22,6 +22,7 @@ from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checkpoints import newest_complete
 from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.training.tuning.tune import tune
 
 
@@ -65,7 +66,7 @@ def train_and_save(trainer: BayesianTrainer) -> None:
     with without_messages() if quiet else nullcontext():
         trainer.train(resume_from_checkpoint=resume_point(args.resume_from_checkpoint))
         metrics = None if trainer.eval_dataset is None else trainer.evaluate()
-        trainer.save_model()
+        trainer.saved.save(TrainerHost(trainer), trainer.active, str(args.output_dir))  # save_model would push, too
     if metrics is not None:
         trainer.save_metrics("eval", metrics)
     if trainer.is_world_process_zero():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi
 
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.outcome import NO_POSTERIOR
 from hf_bayes.training.saving import SavedPosterior
 from hf_bayes.training.session import required
@@ -20,7 +20,7 @@ from hf_bayes.training.trainer_host import TrainerHost
 def push(
     saved: SavedPosterior,
     host: TrainerHost,
-    save: Callable[[], None],
+    active: ActiveRun | None,
     *,
     blocking: bool,
     private: bool | None = None,
@@ -34,7 +34,7 @@ def push(
     Args:
         saved: the posterior, with the fields of its card.
         host: the trainer.
-        save: a function that writes the posterior; every process calls it.
+        active: the run of the posterior. Every process writes the members of its chains.
         blocking: False returns at once, while the upload goes on.
         private: True makes a new repository private (``args.hub_private_repo`` by default).
         commit_message: the message of the commit; None takes the usual one.
@@ -46,7 +46,7 @@ def push(
         The commit, a text with its address, or its future if not blocking; None in all processes but the first.
     """
     saved.keep_card(card)
-    save()
+    saved.save(host, active, host.directory)
     if not host.is_first_process:
         return None
     args, whole = host.args, saved.outcome.setup.mesh.chain_size == 1

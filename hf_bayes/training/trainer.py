@@ -216,12 +216,17 @@ class BayesianTrainerMixin(PrivateHooks):
         return self.outcome.evaluator.step(inputs, host, keep_logits=keep, without_labels=own, ignored=ignore_keys)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the posterior directory (``SavedPosterior``); checkpoints (``_internal_call``) have their own files."""
+        """Write the posterior directory (``SavedPosterior``); checkpoints (``_internal_call``) have their own files.
+
+        With ``push_to_hub`` of the arguments, it is uploaded, too, as Trainer does.
+        """
         directory = str(output_dir or self.args.output_dir)
         if _internal_call:
             Path(directory).mkdir(parents=True, exist_ok=True)
-        else:
-            self.saved.save(TrainerHost(self), self.active, directory)
+            return
+        self.saved.save(TrainerHost(self), self.active, directory)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save")
 
     def push_to_hub(  # type: ignore[override]
         self, commit_message: str | None = "End of training", blocking: bool = True, token: str | None = None,
@@ -229,7 +234,7 @@ class BayesianTrainerMixin(PrivateHooks):
     ) -> CommitInfo | Future[CommitInfo] | None:  # fmt: skip
         """Save, and upload the posterior's own files; ``pushing.push`` explains the settings."""
         settings |= {"commit_message": commit_message, "token": token, "revision": revision}
-        return push(self.saved, TrainerHost(self), self.save_model, blocking=blocking, **settings)
+        return push(self.saved, TrainerHost(self), self.active, blocking=blocking, **settings)
 
     def create_model_card(self, *_: Any, **card: Any) -> None:
         """Keep the author's fields of the model card, as in ``push_to_hub``; write a saved posterior's card anew."""

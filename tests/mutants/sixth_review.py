@@ -34,4 +34,11 @@ SIXTH_REVIEW = (
     Fault("sixth: tune makes its repository at the end", "training/tuning/tune.py",
           "    if args.push_to_hub:  # as Trainer", "    if args.push_to_hub is None:  # as Trainer",
           ("training/tuning/test_tune.py::test_a_refused_token_stops_before_the_first_run",)),
+    Fault("sixth: save_model pushes nothing", "training/trainer.py",
+          "        if self.args.push_to_hub:\n            self.push", "        if False:\n            self.push",
+          ("training/test_pushing.py::test_save_model_pushes_if_the_arguments_ask_for_it",)),
+    Fault("sixth: a misspelt revision loads the main branch", "pipelines/construction.py",
+          '"check_base", *LOCATION)', '"check_base")',
+          ("pipelines/test_factory.py::test_misspelt_settings_for_loading_are_refused_at_once",
+           "pipelines/test_construction.py::test_settings_for_loading_are_refused_by_every_pipeline")),
 )

@@ -46,3 +46,20 @@ def test_a_setting_of_a_push_comes_before_the_arguments(tmp_path: Path, monkeypa
     assert first == {"to": "mine", "token": "of args", "private": True}
     assert second == {"to": "mine", "token": "given", "private": False}
     assert (sent[1]["license"], sent[1]["tags"]) == ("mit", ["new"])
+
+
+def test_save_model_pushes_if_the_arguments_ask_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        Posterior, "push_to_hub", lambda self, repo_id, **given: sent.append((repo_id, given["commit_message"]))
+    )
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, repo_id, **others: RepoUrl(f"https://huggingface.co/{repo_id}")
+    )
+    settings = {"hub_model_id": "user/x", "save_strategy": "steps", "save_steps": 3}
+    for pushes in (False, True):
+        trainer = runs.trainer(tmp_path / str(pushes), SGHMCConfig(), push_to_hub=pushes, **settings)
+        trainer.train()
+        assert sent == []  # a checkpoint is no posterior
+        trainer.save_model()
+    assert sent == [("user/x", "Model save")]
