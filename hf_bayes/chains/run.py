@@ -303,15 +303,15 @@ class Run(Generic[State]):
         Raises:
             ValueError: for tensors of another method, naming the fields.
         """
-        template, device = self.template(), self._start.device
-        names = {f"state.{name}" for name in template._fields} | {"generator", "draws"}
+        kind, device = type(self.template()), self._start.device  # a template is as large as the state: keep none
+        names = {f"state.{name}" for name in kind._fields} | {"generator", "draws"}
         found = {name for name in tensors if name != "held.loss"}
         if found != names:
             raise ValueError(
                 f"the checkpoint's chains have tensors {sorted(found)}, expected {sorted(names)}: it was written by "
                 "another method"
             )
-        self.state = type(template)(**{name: tensors[f"state.{name}"].to(device) for name in template._fields})
+        self.state = kind(**{name: tensors[f"state.{name}"].to(device) for name in kind._fields})
         for rng, state in zip(self.rngs, tensors["generator"], strict=True):
             rng.set_state(state.clone())  # a view of the stack is read from its first row
         self.draws = list(tensors["draws"].unbind(1))

@@ -41,4 +41,13 @@ SIXTH_REVIEW = (
           '"check_base", *LOCATION)', '"check_base")',
           ("pipelines/test_factory.py::test_misspelt_settings_for_loading_are_refused_at_once",
            "pipelines/test_construction.py::test_settings_for_loading_are_refused_by_every_pipeline")),
+    Fault("sixth: swag copies the deviations of all chains at once", "methods/averaging/swag.py",
+          "zip(std, self.deviations, strict=True)", "zip(std, self.deviations / 1, strict=True)",
+          ("methods/averaging/test_swag.py::test_the_gaussian_needs_copies_of_the_deviations_of_one_chain",)),
+    Fault("sixth: what the left singular vectors came from is kept", "distributions/covariance/low_rank.py",
+          "    del relative\n", "",
+          ("methods/averaging/test_swag.py::test_the_gaussian_needs_copies_of_the_deviations_of_one_chain",)),
+    Fault("sixth: swag's weight of the deviations is left out", "distributions/covariance/low_rank.py",
+          "1 + weight * singular.square()", "1 + singular.square()",
+          ("methods/averaging/test_swag.py::test_moments_are_those_of_the_iterates_of_torch_sgd",)),
 )

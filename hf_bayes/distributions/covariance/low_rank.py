@@ -30,17 +30,16 @@ class LowRank(Covariance):
     scale: Tensor
 
     @classmethod
-    def plus(cls, std: Tensor, columns: Tensor) -> LowRank:
-        """Build diag(std^2) + C C' from ``columns`` C [d, r]."""
-        relative = torch.where(std[:, None] > 0, columns / std[:, None], 0.0)  # a point has no columns
-        basis, singular, _ = torch.linalg.svd(relative, full_matrices=False)
-        return cls(std, basis, 1 + singular.square())
+    def plus(cls, std: Tensor, columns: Tensor, weight: float = 1.0) -> LowRank:
+        """Build diag(std^2) + weight C C' from ``columns`` C [d, r]."""
+        basis, singular = _left_singular_vectors(columns, std)
+        return cls(std, basis, 1 + weight * singular.square())
 
     @classmethod
     def less(cls, precision: Tensor, columns: Tensor) -> LowRank:
         """Build (diag(precision) + U U')^-1 from ``columns`` U [d, r]."""
         scale = precision.sqrt()
-        basis, singular, _ = torch.linalg.svd(columns / scale[:, None], full_matrices=False)
+        basis, singular = _left_singular_vectors(columns, scale)
         return cls(1 / scale, basis, 1 / (1 + singular.square()))
 
     def truncated(self, rank: int) -> LowRank:
@@ -131,3 +130,21 @@ class LowRank(Covariance):
         std, basis = (layout.flatten({n: tensors[f"{kind}.{n}"] for n in layout.names}) for kind in ("stds", "basis"))
         check_orthonormal("basis", basis.mT)
         return cls(std, basis.mT, tensors["scale"])
+
+
+def _left_singular_vectors(columns: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the left singular vectors [d, min(d, r)] and the singular values of diag(1 / std) C.
+
+    A run of many parameters ends here, so as few copies of C as possible are alive together: the singular values are
+    those of the triangular factor [r, r] of a QR decomposition.
+
+    Args:
+        columns: [d, r] C.
+        std: [d]; the row of a point, which has std 0, counts as zeros.
+    """
+    relative = columns / std[:, None]
+    relative.masked_fill_(~(std > 0)[:, None], 0.0)
+    orthonormal, triangle = torch.linalg.qr(relative)
+    del relative
+    vectors, singular, _ = torch.linalg.svd(triangle, full_matrices=False)
+    return orthonormal @ vectors, singular

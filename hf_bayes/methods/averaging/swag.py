@@ -56,8 +56,10 @@ class IterateMoments(NamedTuple):
         """Return the Gaussian of ``count`` iterates, with one component per chain."""
         std = (self.squares / (2 * max(1, count))).clamp_min(VARIANCE_FLOOR).sqrt()
         columns = min(count, self.deviations.shape[1])
-        factors = self.deviations.mT / (2 * max(1, columns - 1)) ** 0.5
-        return Gaussian(self.mean, tuple(LowRank.plus(s, f) for s, f in zip(std, factors, strict=True)))
+        weight = 1 / (2 * max(1, columns - 1))
+        # one chain after the other, because each needs copies of its deviations, which are most of the state
+        parts = tuple(LowRank.plus(s, chain.mT, weight) for s, chain in zip(std, self.deviations, strict=True))
+        return Gaussian(self.mean, parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ class Monitor:
     def _observe_move(self, record: StepRecord, learning_rate: float) -> None:
         theta = record.theta
         if "unmoved" not in self.totals:
-            self.totals["unmoved"] = (theta == record.before).double().mean(1)
+            self.totals["unmoved"] = (theta == record.before).sum(1).double() / theta.shape[1]
         self._add("rates", torch.full((len(theta),), learning_rate, dtype=torch.float64, device=theta.device))
         if record.step > self.burn_in:
             self._observe_momentum(record)

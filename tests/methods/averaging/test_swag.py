@@ -12,6 +12,7 @@ from hf_bayes.methods.averaging.swag import IterateMoments, SWAGConfig
 from hf_bayes.methods.registry import build
 from tests.methods.averaging.regression import BATCHES, CHAINS, DIM, RATE, START, N, energy, torch_sgd
 from tests.methods.conformance import problem
+from tests.objectives.test_curvature_memory import peak
 
 INTERVAL, BURN_IN, NUM_STEPS = 3, 10, 60
 
@@ -47,6 +48,14 @@ def test_moments_are_those_of_the_iterates_of_torch_sgd(rank: int) -> None:
         assert torch.allclose(dense(covariance, expected), expected, rtol=1e-9, atol=1e-12 * float(expected.max()))
         wrong = by_definition(iterates[:, chain], rank + 1 if rank < 16 else 15)  # the twin: one deviation off
         assert not torch.allclose(dense(covariance, expected), wrong, rtol=1e-3)
+
+
+def test_the_gaussian_needs_copies_of_the_deviations_of_one_chain() -> None:
+    """A run of many parameters must not run out of memory after its last update."""
+    chains, rank, dim = 3, 20, 4096
+    moments = IterateMoments(torch.zeros(chains, dim), torch.ones(chains, dim), torch.ones(chains, rank, dim))
+    one = (rank + 2) * dim * moments.mean.element_size()  # a Gaussian, or the deviations with small tensors beside them
+    assert peak(lambda: moments.gaussian(40)) <= (chains + 1) * one
 
 
 def test_samples_have_that_mean_and_covariance() -> None:
