@@ -15,9 +15,12 @@ from transformers import (
     Gemma3TextConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    Lfm2Config,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
@@ -47,6 +50,23 @@ def llava(dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model with more blocks in the part that reads images than in the part that writes."""
     config = LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=LlamaConfig(**TEXT),
                          image_token_id=IMAGE, vision_feature_layer=-1)  # fmt: skip
+    return models._build(lambda: LlavaForConditionalGeneration(config), 0, dtype)
+
+
+def llava_next(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """An image is a small whole and crops, and has a token after each of its lines."""
+    config = LlavaNextConfig(
+        vision_config=CLIPVisionConfig(**VISION), text_config=LlamaConfig(**{**TEXT, "max_position_embeddings": 128}),
+        image_token_id=IMAGE, vision_feature_layer=-1, image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
+    )  # fmt: skip
+    return models._build(lambda: LlavaNextForConditionalGeneration(config), 0, dtype)
+
+
+def llava_lfm2(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A convolution in the part that writes: the caches of several passes have no join."""
+    text = Lfm2Config(**TEXT, layer_types=["conv", "full_attention"])
+    config = LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=text, image_token_id=IMAGE,
+                         vision_feature_layer=-1)  # fmt: skip
     return models._build(lambda: LlavaForConditionalGeneration(config), 0, dtype)
 
 

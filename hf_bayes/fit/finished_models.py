@@ -17,6 +17,7 @@ from hf_bayes.core.tensors import with_tensors
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.attaching import MODELS, attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.image_text import counting_images
 from hf_bayes.models.language.packing import refuse_mixed_documents
 from hf_bayes.models.loading.checkpoint_weights import warn_of_frozen_head
 from hf_bayes.models.refusals import refuse_other_likelihood
@@ -198,5 +199,5 @@ def batches_by_number(
     def to_device(batch: dict[str, Any]) -> dict[str, Any]:
         return with_tensors(batch, lambda tensor: tensor.to(model.device))
 
-    collate = in_words(collate, "the data")
+    collate = counting_images(model, in_words(collate, "the data"))
     return row_batches(data, rows, collate=collate, batch_size=batch_size, prepare=to_device, progress=progress)

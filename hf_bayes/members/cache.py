@@ -30,13 +30,16 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
         self.views: dict[str, Tensor] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # tensors that autograd saves must not change, and a subclass may hold more than its values
-        if key_states.requires_grad or value_states.requires_grad or {type(key_states), type(value_states)} != {Tensor}:
+        if not all(_takes_writes(states) for states in (key_states, value_states, *self._held())):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys, self.values = self._append("keys", key_states), self._append("values", value_states)
         return self.keys, self.values
+
+    def _held(self) -> list[Tensor]:
+        """Return the keys and values so far; nothing before the first token."""
+        return [states for states in (self.keys, self.values) if states is not None]
 
     def _append(self, name: str, states: Tensor) -> Tensor:
         """Append positions to ``keys`` or ``values``, and return the view of all positions."""
@@ -57,6 +60,14 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
         buffer.narrow(-2, start, stop - start).copy_(states)
         self.views[name] = buffer.narrow(-2, 0, stop)
         return self.views[name]
+
+
+def _takes_writes(states: Tensor) -> bool:
+    """Return whether states may lie in a tensor that changes: not those that autograd saves, nor a subclass's.
+
+    An object of a subclass holds more than its values, such as a covariance.
+    """
+    return type(states) is Tensor and not states.requires_grad
 
 
 def leave_room(cache: Any) -> Any:

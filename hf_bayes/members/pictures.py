@@ -6,6 +6,7 @@ tokens in the places of its images, and the number of its images follows from it
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,42 @@ from hf_bayes.core.tensors import tensors_in
 
 PICTURES = ("pixel_values", "pixel_attention_mask", "pixel_mask", "image_sizes", "image_grid_thw", "spatial_shapes")
 """Names of inputs whose first dimension is images, patches of images, or rows with one image each."""
+
+COUNTS = "images_per_row"
+"""The name of the input [B] that says how many images (or crops) each row of a batch has."""
+
+
+class CountedImages:
+    """A collator that adds ``images_per_row`` to a batch that does not show which images belong to which row.
+
+    Each row of such a batch is collated alone once more, to count its images. A row whose images differ each time can
+    have another number of them then; the batch stays as it is if the numbers do not fit.
+
+    Args:
+        collate: rows -> a batch.
+        image_token: the token id of an image's placeholder.
+    """
+
+    def __init__(self, collate: Callable[..., Any], image_token: int | None) -> None:
+        self.collate, self.image_token = collate, image_token
+
+    def __call__(self, rows: Sequence[Any]) -> Any:
+        batch = self.collate(rows)
+        pictures, ids = pictures_of(batch), batch.get("input_ids")
+        if not pictures or COUNTS in batch or ids is None or len(ids) != len(rows):
+            return batch
+        try:
+            _owners(pictures, placeholders_of(ids, self.image_token))
+        except ValueError:
+            counts = [_num_images(pictures_of(self.collate([row]))) for row in rows]
+            if sum(counts) == _num_images(pictures):
+                batch[COUNTS] = torch.tensor(counts)
+        return batch
+
+
+def placeholders_of(input_ids: Tensor, image_token: int | None) -> Tensor:
+    """Return [B], the number of placeholder tokens of images in each row."""
+    return input_ids.eq(image_token).sum(1)  # type: ignore[arg-type]
 
 
 def pictures_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -39,7 +76,12 @@ def one_image_per_row(pictures: dict[str, Tensor], placeholders: Tensor) -> bool
 
 
 def take_pictures(
-    pictures: dict[str, Tensor], placeholders: Tensor, index: Tensor, *, by_row: bool = False
+    pictures: dict[str, Tensor],
+    placeholders: Tensor,
+    index: Tensor,
+    *,
+    by_row: bool = False,
+    counts: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the images of some rows of a batch, in the order of these rows; nothing if these rows have none.
 
@@ -48,26 +90,16 @@ def take_pictures(
         placeholders: [B] the number of placeholder tokens in each row of the batch.
         index: [k] row numbers; a row may occur several times.
         by_row: True if the model reads images as [B, images, ...], with zeros where a row has fewer images.
+        counts: [B] the number of images of each row, where the batch says it; None finds it from the placeholders.
     Raises:
         ValueError: if the batch does not show which images belong to which row.
     """
-    grid = pictures.get("image_grid_thw")
-    pixels = next(iter(pictures.values())) if grid is None else grid
-    num_images, num_rows = len(pixels), len(placeholders)
+    num_images, num_rows = _num_images(pictures), len(placeholders)
     if by_row and num_images == num_rows:
         own = {name: value[index.to(value.device)] for name, value in pictures.items()}
         return own if bool((placeholders > 0)[index.to(placeholders.device)].any()) else {}
-    patches = torch.ones(num_images, dtype=torch.long) if grid is None else grid.prod(-1).cpu()
-    placeholders, index = placeholders.cpu(), index.cpu()
-    if num_rows == 1:
-        owners = torch.zeros(num_images, dtype=torch.long)
-    elif grid is None and num_images == num_rows and bool((placeholders > 0).all()):
-        owners = torch.arange(num_rows)  # one image per row
-    else:
-        owners = _owners(patches if grid is not None else _areas(pictures, num_images, num_rows), placeholders)
-        # five dimensions: rows may be padded to the largest number of images of a row
-        if grid is None and num_images == num_rows and pixels.ndim == 5:
-            raise ValueError(_unknown(num_images, num_rows))
+    index, patches = index.cpu(), _patches(pictures)
+    owners = _owners(pictures, placeholders.cpu()) if counts is None else _counted(num_images, counts.cpu(), num_rows)
     images = torch.cat([(owners == row).nonzero()[:, 0] for row in index.tolist()])
     offsets = patches.cumsum(0) - patches
     if len(images) == 0:
@@ -80,6 +112,49 @@ def take_pictures(
             raise ValueError(_unknown(len(value), num_rows))
         found[name] = value[(images if len(value) == num_images else by_patch).to(value.device)]
     return found
+
+
+def _owners(pictures: dict[str, Tensor], placeholders: Tensor) -> Tensor:
+    """Return the row of each image, [images].
+
+    Raises:
+        ValueError: if the batch does not show which images belong to which row.
+    """
+    has_grid, num_images, num_rows = "image_grid_thw" in pictures, _num_images(pictures), len(placeholders)
+    if num_rows == 1:
+        return torch.zeros(num_images, dtype=torch.long)
+    if not has_grid and num_images == num_rows and bool((placeholders > 0).all()):
+        return torch.arange(num_rows)  # one image per row
+    areas = _patches(pictures) if has_grid else _areas(pictures, num_images, num_rows)
+    owners = _owners_by_area(areas, placeholders)
+    # five dimensions: rows may be padded to the largest number of images of a row
+    if not has_grid and num_images == num_rows and next(iter(pictures.values())).ndim == 5:
+        raise ValueError(_unknown(num_images, num_rows))
+    return owners
+
+
+def _counted(num_images: int, counts: Tensor, num_rows: int) -> Tensor:
+    """Return the row of each image, [images], from the number of images of each row.
+
+    Raises:
+        ValueError: if these are not the numbers of the batch.
+    """
+    if counts.shape != (num_rows,) or int(counts.sum()) != num_images:
+        raise ValueError(
+            f"{COUNTS} is {counts.tolist()}, expected the numbers of images of {num_rows} rows, {num_images} together"
+        )
+    return torch.arange(num_rows).repeat_interleave(counts)
+
+
+def _num_images(pictures: dict[str, Tensor]) -> int:
+    """Return the number of images of a batch (or of their crops, where these follow each other); 0 without any."""
+    return len(pictures.get("image_grid_thw", next(iter(pictures.values())))) if pictures else 0
+
+
+def _patches(pictures: dict[str, Tensor]) -> Tensor:
+    """Return [images], the number of rows of ``pixel_values`` that each image takes."""
+    grid = pictures.get("image_grid_thw")
+    return torch.ones(_num_images(pictures), dtype=torch.long) if grid is None else grid.prod(-1).cpu()
 
 
 def _areas(pictures: dict[str, Tensor], num_images: int, num_rows: int) -> Tensor:
@@ -97,7 +172,7 @@ def _areas(pictures: dict[str, Tensor], num_images: int, num_rows: int) -> Tenso
     return sizes.long().prod(-1).cpu()
 
 
-def _owners(areas: Tensor, placeholders: Tensor) -> Tensor:
+def _owners_by_area(areas: Tensor, placeholders: Tensor) -> Tensor:
     """Return the row of each image, [images].
 
     The number of placeholders of an image is proportional to its area, such as its number of patches.
@@ -116,6 +191,6 @@ def _owners(areas: Tensor, placeholders: Tensor) -> Tensor:
 def _unknown(num_images: int, num_rows: int) -> str:
     return (
         f"a batch of {num_rows} rows has {num_images} images, and its placeholder tokens do not show which belong to "
-        "which row: give each row one image, or generate from one row at a time; in training, let all chains read the "
-        "same rows (minibatch='shared')"
+        "which row: give each row one image, read one row at a time (batch_size=1), or give the number of images "
+        f"of each row as {COUNTS}"
     )

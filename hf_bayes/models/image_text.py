@@ -6,6 +6,7 @@ and no token sees a later one, so that the next token is predicted from the toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,11 +14,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from hf_bayes.core.tensors import tensors_in
-from hf_bayes.members.cache import mergeable
 from hf_bayes.members.compat.transformers import CACHE, own_generation_hooks, takes_cache
 from hf_bayes.members.inputs import num_rows_of
-from hf_bayes.members.pictures import PICTURES, one_image_per_row, pictures_of, take_pictures
+from hf_bayes.members.pictures import (
+    COUNTS,
+    PICTURES,
+    CountedImages,
+    one_image_per_row,
+    pictures_of,
+    placeholders_of,
+    take_pictures,
+)
 from hf_bayes.members.trunk import has_axes
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_lm import BayesianCausalLMOutput, BayesianModelForCausalLM
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik
@@ -54,7 +63,7 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         super().check_core(core)
 
     def refuse_unknown_inputs(self, inputs: dict[str, Any]) -> None:
-        known = (*_TEXT, *PICTURES)
+        known = (*_TEXT, *PICTURES, COUNTS)
         if others := [name for name in tensors_in(inputs) if name not in known]:
             raise ValueError(
                 f"inputs {', '.join(others)}: a Bayesian model of images and text takes {', '.join(known)}; which "
@@ -63,6 +72,7 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
 
     def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
         self.refuse_unknown_inputs(inputs)
+        inputs = _as_read(inputs)
         # positions on several axes depend on the images: the model computes them from the mask
         return inputs if has_axes(self.config) else super().numbered(inputs)
 
@@ -73,15 +83,17 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
             return rest
         if inputs.get("input_ids") is None:
             raise ValueError("images belong to the rows whose input_ids have their placeholders: give input_ids")
-        return rest | self._take_pictures(pictures, inputs["input_ids"], index)
+        return rest | self._take_pictures(pictures, inputs["input_ids"], index, inputs.get(COUNTS))
 
-    def _take_pictures(self, pictures: dict[str, Tensor], input_ids: Tensor, index: Tensor) -> dict[str, Tensor]:
+    def _take_pictures(
+        self, pictures: dict[str, Tensor], input_ids: Tensor, index: Tensor, counts: Tensor | None = None
+    ) -> dict[str, Tensor]:
         by_row = self.config.model_type in _BY_ROW
-        return take_pictures(pictures, self._placeholders(input_ids), index, by_row=by_row)
+        return take_pictures(pictures, self._placeholders(input_ids), index, by_row=by_row, counts=counts)
 
     def _placeholders(self, input_ids: Tensor) -> Tensor:
         """Return [B], the number of placeholder tokens of images in each row."""
-        return input_ids.eq(_image_token(self.config)).sum(1)  # type: ignore[arg-type]
+        return placeholders_of(input_ids, _image_token(self.config))
 
     # -- passes of several members ------------------------------------------------------------------------------------
 
@@ -119,25 +131,9 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
 
     @predicts
     def _answer(self, inputs: dict[str, Any], cache: Any, *args: Any) -> BayesianCausalLMOutput:
-        if cache is not None:
-            self._require_one_pass(inputs, cache)
-            if inputs.get("position_ids") is None:  # generate gives the positions of each step
-                self._repeat_offsets(num_rows_of(inputs))
-        return super()._answer(inputs, cache, *args)
-
-    def _require_one_pass(self, inputs: dict[str, Any], cache: Any) -> None:
-        """Check that members can fill a cache: one by one, or all in one pass.
-
-        Raises:
-            ValueError: for images that need a pass for each member, and a cache that cannot be joined from passes.
-        """
-        if self.num_members > 1 and not self.reads_rows_apart(inputs) and not mergeable(cache):
-            raise ValueError(
-                f"a {type(cache).__name__} of this kind, or one that holds text already, is filled by all members in "
-                "one pass, and these images need a pass for each member, because weights in the part that reads "
-                "images are random. Give the whole text at once with a cache of the default kind, or set "
-                "use_cache=False"
-            )
+        if cache is not None and inputs.get("position_ids") is None:  # generate gives the positions of each step
+            self._repeat_offsets(num_rows_of(inputs))
+        return super()._answer(_as_read(inputs), cache, *args)
 
     def _repeat_offsets(self, num_rows: int) -> None:
         """Repeat, for each member, the offsets of positions behind the images of earlier tokens.
@@ -187,6 +183,23 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
             if name in found:
                 found[name] = torch.nn.functional.pad(found[name], (0, new))
         return found
+
+
+def counting_images(model: BayesianModel, collate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collator for a model whose batches can be divided by rows (``CountedImages``).
+
+    Args:
+        model: a model of any task; where it reads no images with text, ``collate`` itself is returned.
+        collate: rows -> a batch.
+    """
+    if not isinstance(model, BayesianModelForImageTextToText) or model.config.model_type in _BY_ROW:
+        return collate
+    return CountedImages(collate, _image_token(model.config))
+
+
+def _as_read(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return inputs without the number of images of each row, which the wrapped model does not take."""
+    return {name: value for name, value in inputs.items() if name != COUNTS}
 
 
 def _image_token(config: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.members.module_hooks import LayerHooks, pieces
+from hf_bayes.members.pictures import pictures_of
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.methods.laplace.accumulators import GradientSum
 from hf_bayes.methods.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature
@@ -183,19 +184,31 @@ def run_vjps(
     """Pass the VJPs of some rows to the accumulators, and return the rows' log-likelihood and number of terms."""
     own_rows = _share(rows, data.mesh)
     one = pass_of(model)(model, hooks, jobs, own_rows, data.seed)
+    reads_all = not model.members.names_of_images  # without images, the part that reads them is not called
     with hooks.open(), torch.enable_grad():
         for batch in data.batches(own_rows):
+            reads_all = reads_all or batch.get("pixel_values") is not None
             # a tensor that two modules own needs the whole gradient of each row
-            for part in pieces(batch, 1 if any(layer.tied for layer in hooks.layers) else None):
+            for part in _parts(model, batch, 1 if any(layer.tied for layer in hooks.layers) else None):
                 with data.context():
                     one.add_batch(part)
-    if one.num_terms:  # without terms the head of a language model is not called
+    if one.num_terms and reads_all:  # without terms the head of a language model is not called
         hooks.check_all_called()
     if data.mesh is not None and data.mesh.data_size > 1:
         for _, accumulators in jobs:
             for accumulator in accumulators:
                 accumulator.sum_over(data.mesh)
     return _sum((one.log_lik, one.num_terms), theta, data.mesh)
+
+
+def _parts(model: BayesianModel, batch: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
+    """Yield a batch in pieces, as ``module_hooks.pieces`` does, and each row with its own images."""
+    ids = batch.get("input_ids")
+    if ids is None or not pictures_of(batch):
+        yield from pieces(batch, size)
+        return
+    numbers = [part["rows"] for part in pieces({"input_ids": ids, "rows": torch.arange(len(ids))}, size)]
+    yield from (batch,) if len(numbers) == 1 else (model.take_rows(batch, rows) for rows in numbers)
 
 
 def pass_of(model: BayesianModel) -> type[CurvaturePass]:

@@ -127,6 +127,20 @@ def test_a_copy_of_a_roomy_cache_goes_its_own_way() -> None:
     assert same(one, grown(grown(grown(DynamicCache(), [7]), [1]), [1, 1], seed=3))
 
 
+class Uncertain(torch.Tensor):
+    """A tensor that holds more than its values."""
+
+
+def test_states_of_a_subclass_take_plain_ones_behind_them() -> None:
+    cache = leave_room(grown(DynamicCache(), [1]))
+    cache.layers[0].keys = cache.layers[0].keys.as_subclass(Uncertain)
+    first = cache.layers[0].keys
+    grown(cache, [1, 1], seed=1)
+    assert type(cache.layers[0].keys) is Uncertain
+    assert torch.equal(cache.layers[0].keys[..., :1, :], first)
+    assert cache.layers[0].keys.shape[-2] == cache.layers[0].values.shape[-2] == 3
+
+
 def test_what_autograd_keeps_is_not_written_over() -> None:
     cache = leave_room(grown(DynamicCache(), [7]))
     weight = torch.ones((), requires_grad=True)

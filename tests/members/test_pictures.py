@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
-from hf_bayes.members.pictures import one_image_per_row, pictures_of, take_pictures
-from tests.multimodal import illustrated
+from hf_bayes.members.pictures import (
+    COUNTS,
+    CountedImages,
+    one_image_per_row,
+    pictures_of,
+    placeholders_of,
+    take_pictures,
+)
+from tests.multimodal import IMAGE, illustrated
 
 
 def test_images_follow_their_rows_by_placeholders() -> None:
@@ -95,3 +104,49 @@ def test_a_row_has_one_image_that_a_model_reads_as_one_row(
 
 def test_pictures_are_found_by_name() -> None:
     assert set(pictures_of(illustrated("qwen2_vl"))) == {"pixel_values", "image_grid_thw"}
+
+
+def batch_of(rows: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
+    """Images of these sizes in crops; image n of a row has n + 2 tokens, whatever its size."""
+    ids = torch.zeros(len(rows), 12, dtype=torch.long)
+    for row, own in enumerate(rows):
+        ids[row, : sum(number + 2 for number in range(len(own)))] = IMAGE
+    sizes = [size for own in rows for size in own]
+    pixels = torch.zeros(len(sizes), 2, 3, 4, 4)
+    return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+
+
+def test_images_are_counted_where_placeholders_do_not_tell() -> None:
+    rows = [[(4, 8), (8, 8)], [(8, 4)], [(4, 8), (4, 8)]]
+    found = CountedImages(batch_of, IMAGE)(rows)
+    assert found[COUNTS].tolist() == [2, 1, 2]
+    pictures, index = pictures_of(found), torch.tensor([2, 0])
+    taken = take_pictures(pictures, placeholders_of(found["input_ids"], IMAGE), index, counts=found[COUNTS])
+    assert taken["image_sizes"].tolist() == [[4, 8], [4, 8], [4, 8], [8, 8]]
+
+
+@pytest.mark.parametrize("rows", [[[(4, 8)], [(8, 8)]], [[(4, 8), (8, 8)]]], ids=["one image each", "one row"])
+def test_batches_that_show_their_rows_are_collated_once(rows: list[list[tuple[int, int]]]) -> None:
+    calls = []
+    found = CountedImages(lambda given: calls.append(given) or batch_of(given), IMAGE)(rows)
+    assert COUNTS not in found
+    assert calls == [rows]
+
+
+def test_images_that_change_with_each_reading_are_not_counted() -> None:
+    rows = [[(4, 8), (8, 8)], [(8, 4)], [(4, 8), (4, 8)]]
+    found = CountedImages(lambda given: batch_of(given if len(given) > 1 else [given[0][:1]]), IMAGE)(rows)
+    assert COUNTS not in found
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [1, 1, 1], [2, 1, 1, 1]])
+def test_counts_that_are_not_those_of_the_batch_are_refused(counts: list[int]) -> None:
+    batch = batch_of([[(4, 8), (8, 8)], [(8, 4)], [(4, 8), (4, 8)]])
+    placeholders = placeholders_of(batch["input_ids"], IMAGE)
+    with pytest.raises(ValueError, match="expected the numbers of images of 3 rows, 5 together"):
+        take_pictures(pictures_of(batch), placeholders, torch.tensor([0]), counts=torch.tensor(counts))
+
+
+def test_workers_of_a_loader_can_count_images() -> None:
+    found = pickle.loads(pickle.dumps(CountedImages(batch_of, IMAGE)))
+    assert found([[(4, 8), (8, 8)], [(8, 4)]])[COUNTS].tolist() == [2, 1]

@@ -11,14 +11,18 @@ from torch import Tensor, nn
 
 import hf_bayes
 from hf_bayes.core.layout import select
+from hf_bayes.fit.laplace import fit_laplace
 from hf_bayes.fit.model_curvature import row_gradients_of_model
 from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.members.single_member import as_single_model
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from tests import multimodal, runs
 from tests.illustrated import GREEDY
+from tests.illustrated import collate as collate_rows
+from tests.illustrated import rows_of as illustrated_rows
 from tests.members.reference import entropies, mixture, scattered, separate_gradients, separate_logits
 from tests.models.trained import from_disk
 from tests.multimodal import IMAGE, PLACEHOLDERS
@@ -27,6 +31,7 @@ from tests.tiny_models import VOCABULARY, with_lora
 MAKE = {"llava": multimodal.llava, "gemma3": multimodal.gemma3, "idefics3": multimodal.idefics3,
         "qwen2_vl": multimodal.qwen2_vl}  # fmt: skip
 LENGTH = 18
+PROJECTOR = r".*multi_modal_projector\.linear_1\.weight"
 
 
 def adapted(kind: str) -> nn.Module:
@@ -165,6 +170,39 @@ def test_a_cache_filled_by_all_members_at_once_is_refused() -> None:
         model.generate(**texts("qwen2_vl", (2, 0, 1)), **GREEDY, cache_implementation="static")
 
 
+@pytest.mark.parametrize("members_per_pass", [None, 1])
+def test_an_own_cache_that_has_no_join_is_refused(members_per_pass: int | None) -> None:
+    core = multimodal.llava_lfm2(torch.float64).eval()
+    theta = scattered(core, select(core, PROJECTOR), 2)
+    model = attach(core, theta, subspace=PROJECTOR).eval()
+    model.members_per_pass = members_per_pass
+    inputs = texts("llava", (2, 1))
+    with pytest.raises(ValueError, match=r"DynamicCache .* these images need a pass for each member.*use_cache=False"):
+        model(**inputs, use_cache=True)
+    expected = mixture(separate_logits(multimodal.llava_lfm2(torch.float64).eval(), model.layout, theta, inputs))
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, expected.to(torch.float64), rtol=0, atol=1e-5)
+        assert model(**texts("llava", (1, 1)), use_cache=True).past_key_values is not None
+
+
+def test_a_single_pass_goes_on_behind_uncertain_keys(tmp_path: Path) -> None:
+    """The keys of an image are uncertain, those of a new token in the first layer are not."""
+    base = from_disk(multimodal.llava(), tmp_path / "base")
+    core = with_lora(base, target_modules=r".*(multi_modal_projector.linear_1|language_model.*q_proj)")
+    posterior = fit_laplace(core, illustrated_rows("llava", 8), LaplaceConfig(prior_std=0.3), collate=collate_rows)
+    posterior.save_pretrained(tmp_path / "posterior")
+    model = hf_bayes.BayesianModelForImageTextToText.from_pretrained(tmp_path / "posterior").single_pass()
+    inputs = {
+        name: value.float() if value.is_floating_point() else value for name, value in texts("llava", (1, 1)).items()
+    }
+    found, expected = (
+        model.generate(**inputs, **GREEDY, use_cache=cached, return_dict_in_generate=True) for cached in (True, False)
+    )
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.epistemic, expected.epistemic, rtol=0, atol=1e-5)
+    assert bool((found.epistemic > 1e-6).all())
+
+
 def test_slices_of_rows_without_an_image_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = bayesian("idefics3")
     inputs = texts("idefics3", (2, 0, 1))
@@ -222,6 +260,20 @@ def test_row_gradients_are_those_of_the_images_of_a_row(kind: str, counts: tuple
     own = [model.take_rows(batch, torch.tensor([row])) for row in range(len(counts))]
     expected = [-separate_gradients(adapted(kind), model.layout, model.current, [rows])[1] for rows in own]
     torch.testing.assert_close(torch.cat(list(found)), torch.cat(expected), rtol=1e-5, atol=1e-5)  # rotated in float32
+
+
+def test_pieces_of_a_batch_take_their_images_along() -> None:
+    """A batch with as many rows as positions is read in two pieces."""
+    counts = (2, 2, *[1] * (LENGTH - 4), 0, 0)
+    batch = labelled("llava", counts)
+    core = with_lora(multimodal.llava(torch.float64).eval(), target_modules=r".*language_model.*q_proj")
+    model = attach(core, scattered(core, select(core), 1)).eval()
+    rows = list(range(len(counts)))
+    found = row_gradients_of_model(model, rows, collate=lambda _: dict(batch), batch_size=len(rows))
+    alone = row_gradients_of_model(
+        model, rows, collate=lambda given: model.take_rows(batch, torch.tensor(given)), batch_size=1
+    )
+    torch.testing.assert_close(torch.cat(list(found)), torch.cat(list(alone)), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("length", [4, 5])

@@ -64,6 +64,20 @@ class _Terms:
         self.rows, self.num_rows = wanted // shape[1], shape[0]
 
 
+def _require_one_pass(model: Any, inputs: dict[str, Any], cache: Any) -> None:
+    """Require that all members can read a batch in one pass, because the caches of several cannot be joined.
+
+    Raises:
+        ValueError: for images that need a pass for each member.
+    """
+    if not model.reads_rows_apart(inputs):
+        raise ValueError(
+            f"a {type(cache).__name__} of this kind, or one that holds text already, is filled by all members in one "
+            "pass, and these images need a pass for each member, because weights in the part that reads images are "
+            "random. Give the whole text at once with a DynamicCache of attention layers alone, or set use_cache=False"
+        )
+
+
 class CausalMembers:
     """The members of a causal language model, and the two halves of its forward pass: the backbone and the head.
 
@@ -122,6 +136,7 @@ class CausalMembers:
             cache = self.new_cache() if wanted else None
             inputs = {**inputs, "use_cache": bool(wanted)}
         if len(passes) > 1 and (cache is not None or inputs["use_cache"]) and not mergeable(cache):
+            _require_one_pass(model, inputs, cache)
             passes = [model.current]  # members of one pass share one cache; not every kind can be pieced together
         if len(passes) == 1:
             hidden, output = self._pass(passes[0], inputs, cache)

@@ -15,6 +15,7 @@ from hf_bayes.core.rng import seed_of
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.methods.registry import with_batch_posterior
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.image_text import counting_images
 from hf_bayes.models.language.packing import first_documents, is_flattened, refuse_mixed_documents
 from hf_bayes.objectives.batches import PAD_ROWS, ChainBatches, FullPasses
 from hf_bayes.objectives.data_access import row_batches
@@ -160,13 +161,18 @@ class TrainingRows:
         """Return the data set and its collator, without columns that the model does not take."""
         return self.host.without_unused(self.host.train_dataset, "training")
 
+    def countable(self) -> tuple[Any, Callable[..., Any]]:
+        """Return ``data``, with a collator whose batches can be divided by rows."""
+        dataset, collate = self.data()
+        return dataset, counting_images(self.model, collate)
+
     def loader(self, *, shared_rows: bool = False) -> DataLoader[Any]:
         """Return batches for the chains of this process.
 
         Args:
             shared_rows: use the same rows for all chains.
         """
-        dataset, collate = self.data()
+        dataset, collate = self.countable()
         if self.stream is not None:
             return self.stream.loader(collate)
         args, chains = self.host.args, None if shared_rows or self.shared else self.mesh.chains
@@ -194,7 +200,7 @@ class TrainingRows:
         if self.stream is None:
             return self.loader()
         self.stream.keep_first()
-        return self.stream.loader(self.data()[1], before_update)
+        return self.stream.loader(self.countable()[1], before_update)
 
     def take(self, batches: Iterator[Any], count: int) -> list[Any]:
         """Return the next micro-batches. Micro-batches of a stream are checked here."""
@@ -250,7 +256,7 @@ class TrainingRows:
 
     def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Return these rows of the training data, in this order, in batches of its size."""
-        dataset, collate = self.data()
+        dataset, collate = self.countable()
         size = self.host.args.per_device_train_batch_size
         return row_batches(dataset, rows, collate=collate, batch_size=size, prepare=self.host.prepare)
 
@@ -258,7 +264,7 @@ class TrainingRows:
         """Return a micro-batch that is the same in every process."""
         if self.stream is not None:
             return self.stream.first()
-        dataset, collate = self.data()
+        dataset, collate = self.countable()
         count = min(len(dataset), self.host.args.per_device_train_batch_size)
         batch: dict[str, Any] = self.host.prepare(collate([dataset[row] for row in range(count)]))
         return batch

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from hf_bayes.core.rng import generator
 from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.image_text import counting_images
 from hf_bayes.objectives.batches import WholeUpdates
 from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.training.data.fingerprint import describe_stream
@@ -98,7 +99,7 @@ class Stream:
                 "that"
             )
         with torch.random.fork_rng(devices=[]):  # a collator may be random
-            batch = in_words(collate, self._name)(rows)
+            batch = counting_images(self.model, in_words(collate, self._name))(rows)
         self.check(batch)
         prepared: dict[str, Any] = self.host.prepare(batch)
         return prepared
