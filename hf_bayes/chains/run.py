@@ -303,7 +303,8 @@ class Run(Generic[State]):
         Raises:
             ValueError: for tensors of another method, naming the fields.
         """
-        kind, device = type(self.template()), self._start.device  # a template is as large as the state: keep none
+        kind: Any = type(self.template())  # a template is as large as the state: keep none
+        device = self._start.device
         names = {f"state.{name}" for name in kind._fields} | {"generator", "draws"}
         found = {name for name in tensors if name != "held.loss"}
         if found != names:

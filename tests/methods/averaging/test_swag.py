@@ -50,7 +50,7 @@ def test_moments_are_those_of_the_iterates_of_torch_sgd(rank: int) -> None:
         assert not torch.allclose(dense(covariance, expected), wrong, rtol=1e-3)
 
 
-def test_the_gaussian_needs_copies_of_the_deviations_of_one_chain() -> None:
+def test_the_gaussian_copies_the_deviations_of_one_chain() -> None:
     """A run of many parameters must not run out of memory after its last update."""
     chains, rank, dim = 3, 20, 4096
     moments = IterateMoments(torch.zeros(chains, dim), torch.ones(chains, dim), torch.ones(chains, rank, dim))
