@@ -15,6 +15,7 @@ from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
 from hf_bayes.members.inputs import repeat_rows, shape_of
 from hf_bayes.members.last_feed_forward import LastFeedForward
+from hf_bayes.members.padded_rows import PaddedRows
 from hf_bayes.members.small_batches import BlockedLinears
 from hf_bayes.members.stacked import stack
 from hf_bayes.members.trunk import Trunk
@@ -46,7 +47,7 @@ class Members:
     def __init__(self, model: nn.Module, core: nn.Module, layout: Layout, *, trunk: bool = True) -> None:
         self.model, self.core, self.layout = model, core, layout
         self.attached = self.is_single = False
-        self.context = Context()
+        self.context, self.padded_rows = Context(), PaddedRows(core)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         names = {id(parameters[name]): name for name in layout.names if name in parameters}
         self.stacked = stack(model, names, self.context)
@@ -205,14 +206,18 @@ class Members:
         return output
 
     def logits(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
-        """Return the logits [M, B, ..., C] of a core with a head; the arguments are as in ``forward``."""
-        output = self.forward(inputs, folded=folded)
+        """Return the logits [M, B, ..., C] of a core with a head; the arguments are as in ``forward``.
+
+        Rows that are padded on the left are read with the padding on the right (``PaddedRows``).
+        """
+        moved = self.padded_rows.moved(inputs, 1 if folded else self.context.num_members)
+        output = self.forward(moved.inputs, folded=folded)
         if getattr(output, "logits", None) is None:
             raise ValueError(
                 f"{type(self.core).__name__} returns no logits: use a model with a head, such as "
                 "AutoModelForSequenceClassification loads"
             )
-        return torch.unflatten(output.logits, 0, (self.context.num_members, -1))
+        return torch.unflatten(moved.back(output.logits), 0, (self.context.num_members, -1))
 
     def run(
         self, module: nn.Module, inputs: dict[str, Any], num_rows: int, num_positions: int, *, trunk: bool = False

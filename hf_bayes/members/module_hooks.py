@@ -29,6 +29,7 @@ from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members import batch_norm
 from hf_bayes.members.convolution import CONVOLUTIONS
 from hf_bayes.members.inputs import shape_of_texts
+from hf_bayes.members.padded_rows import PaddedRows
 from hf_bayes.methods.laplace.accumulators import UnsupportedModule
 
 
@@ -158,12 +159,11 @@ class LayerHooks:
         self._consume: Callable[[LayerRecord], None] | None = None
         self._delivered: set[tuple[int, int]] = set()
         self._called: set[int] = set()
-        self._first, self._num_positions = True, 1
         self._of_images = {i for i, layer in enumerate(self.layers) if of_images & set(layer.names.values())}
-        self._num_rows, self._num_texts, self._rows = 1, 1, slice(None)
+        self._first, self._num_rows, self._num_texts, self._num_positions, self._rows = True, 1, 1, 1, slice(None)
         self._valid: Tensor | None = None
         self._terms: Tensor | None = None
-        self._one_row = False
+        self._one_row, self._padded_rows = False, PaddedRows(model)
         self._seen: list[tuple[Any, int]] = []
         self._sources: dict[int, int] = {}
 
@@ -199,9 +199,9 @@ class LayerHooks:
             terms: [B, T], True at likelihood terms.
         """
         self._num_rows, self._num_texts, positions = shape_of_texts(inputs)
-        self._terms, self._num_positions = terms, self._num_texts * positions
-        self._rows, self._one_row = slice(0, self._num_rows), False
-        mask = inputs.get("attention_mask")
+        self._terms = self._padded_rows.tokens_moved(inputs, terms)
+        self._rows, self._one_row, self._num_positions = slice(0, self._num_rows), False, self._num_texts * positions
+        mask = self._padded_rows.tokens_moved(inputs, inputs.get("attention_mask"))
         mask = mask.flatten(1) if mask is not None and self._num_texts > 1 else mask
         self._valid = None if mask is None or mask.ndim != 2 else mask.bool()
         self._seen, self._sources = [], {}

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_bayes.core.layout import modules_of
 from hf_bayes.core.number_checks import is_integer
 from hf_bayes.members.inputs import padding_mask
+from hf_bayes.members.padded_rows import PaddedRows
 
 _DTYPES = (torch.int64, torch.int32)
 _WANTED = "expected a tensor of integers [rows, tokens]"
@@ -42,7 +43,7 @@ class InputCheck:
         self.num_tokens = _num_tokens(core)
         self.longest, self.has_table = context_of(core)
         self.first_position = first_position_of(core)
-        self._warned = False
+        self._warned, self._moves = False, PaddedRows(core).moves
 
     def __call__(self, inputs: Mapping[str, Any], *, where: str = BATCH, first: int = 0, advice: str = CUT) -> None:
         """Raise a ValueError for ``input_ids`` and ``attention_mask`` that the model cannot take.
@@ -122,7 +123,8 @@ class InputCheck:
         packed = isinstance(positions, Tensor)  # packed rows begin anew
         lengths = positions.reshape(-1, positions.shape[-1]).amax(1) + 1 if packed else kept.sum(1)
         length, row = lengths.max(0)
-        if not packed and self.has_table and bool(kept[:, 0].all()):  # padding on the right has positions, too
+        # padding on the right has positions, too, and so has padding that is moved there
+        if not packed and self.has_table and (self._moves or bool(kept[:, 0].all())):
             return kept.shape[1], int(row)
         return int(length), int(row)
 

@@ -64,7 +64,7 @@ def _of_pass(model: BayesianModel, theta: Tensor, inputs: dict[str, Any]) -> dic
         item.collects = True
     try:
         with members.bind(theta):
-            members.forward(inputs)
+            members.logits(inputs)
         for item in members.batch_norms:
             assert item.collected is not None
             found |= dict(zip(item.statistics, item.collected, strict=True))

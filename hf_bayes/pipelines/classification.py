@@ -24,9 +24,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
 
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.decide.abstention import class_uncertainty, rule_for
+from hf_bayes.members.inputs import num_positions_of
 from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
@@ -49,6 +52,9 @@ _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
 
 DEVIATIONS = ("predictive_std", "aleatoric_std", "epistemic_std")
 """The uncertainties of a number; only a user's likelihood has the second one."""
+
+_LENGTH = "length_of_recording"
+"""Key of [B], the length of each recording before a batch was padded."""
 
 _TEXTS = ("text", "text_pair", "text_target", "text_pair_target")
 """Arguments of a tokenizer that are inputs of the pipeline."""
@@ -174,9 +180,31 @@ class BayesianAudioClassificationPipeline(_ScoredPipeline, AudioClassificationPi
     """transformers' audio classification with a Bayesian model; records as in the module's docstring.
 
     Takes what ``AudioClassificationPipeline`` takes: arrays at the feature extractor's sampling rate, paths and
-    addresses of audio files, dictionaries {"raw", "sampling_rate"}, lists, generators and data sets of them, and
-    ``top_k`` (all labels by default).
+    addresses of audio files, dictionaries {"raw", "sampling_rate"}, lists, generators and data sets of them,
+    ``batch_size``, and ``top_k`` (all labels by default). Only recordings of one length go through the model together,
+    so that no recording is read with another one's padding.
     """
 
     model_class = BayesianModelForAudioClassification
     reads = "feature_extractor"
+
+    def preprocess(self, inputs: Any) -> Any:  # type: ignore[override]
+        recording = super().preprocess(inputs)  # type: ignore[no-untyped-call]
+        recording[_LENGTH] = torch.tensor([num_positions_of(recording)])
+        return recording
+
+    def _forward(self, model_inputs: Any) -> Any:  # type: ignore[override]
+        inputs = dict(model_inputs)
+        lengths, width = inputs.pop(_LENGTH), num_positions_of(inputs)
+        pads_left = getattr(self.feature_extractor, "padding_side", "right") == "left"
+        outputs, order = [], []
+        for length in lengths.unique().tolist():  # transformers pads a batch, with or without an attention mask
+            rows = (lengths == length).nonzero()[:, 0]
+            places = slice(width - length, None) if pads_left else slice(length)
+            some = tensors_in(self.model.take_rows(inputs, rows))
+            cut = {name: x[:, places] if x.shape[1:2] == (width,) else x for name, x in some.items()}
+            outputs.append(self.model(**{**inputs, **cut}))
+            order.append(rows)
+        back = torch.cat(order).argsort()
+        joined = {name: torch.cat([each[name] for each in outputs])[back] for name in outputs[0]}
+        return type(outputs[0])(**joined)

@@ -59,6 +59,15 @@ def uncached(core: nn.Module) -> dict[str, bool]:
     return {} if core.main_input_name in ("pixel_values", "input_values") else {"use_cache": False}
 
 
+def padded_behind(core: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch of texts with its padding at the end, where a classifier or tagger reads a row as it is alone."""
+    mask = batch.get("attention_mask")
+    if mask is None or core.can_generate() or getattr(core.config, "summary_type", None) == "last":
+        return dict(batch)
+    order = mask.sort(dim=1, descending=True, stable=True).indices
+    return {name: value.gather(1, order) if value.shape == mask.shape else value for name, value in batch.items()}
+
+
 def separate_gradients(
     model: nn.Module, layout: Layout, theta: Tensor, batches: list[dict[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
@@ -66,7 +75,7 @@ def separate_gradients(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     losses, gradients = [], []
     for row, batch in zip(theta, batches, strict=True):
-        inputs = dict(batch)
+        inputs = padded_behind(core_of(model), batch)
         labels = inputs.pop("labels")
         forward = inspect.signature(core_of(model).forward).parameters
         axes = core_of(model).config.model_type == "qwen2_vl"  # the model derives its positions from the images

@@ -22,6 +22,7 @@ from hf_bayes.models.attaching import attach
 from tests.members.reference import (
     core_of,
     mixture,
+    padded_behind,
     prepared,
     relative_error,
     separate_gradients,
@@ -116,7 +117,7 @@ def _num_terms(name: str, labels: Tensor) -> int:
 @pytest.mark.parametrize("members_per_pass", [1, 3])
 def test_chunks_of_members_equal_one_pass(name: str, members_per_pass: int) -> None:
     model, layout, theta = prepared(name, torch.float64, num_members=4)
-    inputs = inputs_of(model, padding=SUBJECTS[name].padding)
+    inputs = padded_behind(core_of(model), inputs_of(model, padding=SUBJECTS[name].padding))
     separate = mixture(separate_logits(model, layout, theta, inputs))
     with torch.no_grad(), attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
         expected = bayesian(**inputs)
@@ -164,7 +165,8 @@ def test_autocast_loses_no_more_by_folding(name: str) -> None:
 
 def test_embedding_of_padding_keeps_its_gradient() -> None:
     model, layout, theta = prepared("bert-everything", torch.float64)
-    inputs = labelled("bert-everything", padding="left")  # BERT reads the first token, which is padding here
+    inputs = labelled("bert-everything", padding=None)
+    inputs["input_ids"][:, 0] = PAD  # BERT reads the first token
     with attach(model, theta, subspace=".") as bayesian:
         leaf = theta.clone().requires_grad_()
         bayesian(**inputs, theta=leaf).loss.sum().backward()

@@ -118,6 +118,25 @@ def test_one_member_gives_the_records_of_transformers(posterior: Path) -> None:
     assert found == [{**record, "score": pytest.approx(record["score"], abs=1e-6)} for record in expected]
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("norm", ["group", "layer"])
+def test_recordings_of_any_length_are_read_as_they_are_alone(norm: str, has_mask: bool, side: str) -> None:
+    noise = np.random.default_rng(1).standard_normal(100).astype(np.float32)
+    recordings = [noise[:length] for length in (60, 40, 100, 40, 81)]
+    model = multimodal.wav2vec2(feat_extract_norm=norm)
+    theta = scattered(model, select(model, "last_block"), 3)
+    with attach(model, theta, subspace="last_block") as bayesian:
+        reader = extractor(return_attention_mask=has_mask, padding_side=side)
+        classify = pipeline(model=bayesian.eval(), feature_extractor=reader)
+        alone = [classify(recording) for recording in recordings]
+        scores = [record["score"] for records in alone for record in records]
+        for found in (classify(recordings, batch_size=3), list(classify((one for one in recordings), batch_size=5))):
+            assert [record["score"] for records in found for record in records] == pytest.approx(scores, abs=1e-6)
+            for records, expected in zip(found, alone, strict=True):
+                assert records[0]["uncertainty"] == pytest.approx(expected[0]["uncertainty"], abs=1e-6)
+
+
 def test_a_feature_extractor_is_asked_for(posterior: Path) -> None:
     model = hf_bayes.BayesianModelForAudioClassification.from_pretrained(posterior)
     with pytest.raises(ValueError, match="without its feature extractor: give feature_extractor="):

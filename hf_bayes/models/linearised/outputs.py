@@ -147,7 +147,8 @@ def gaussian_outputs(
     """
     hooks = LayerHooks(model.model, model.layout.names)
     head = linear_head(hooks, model.layout)
-    components = []
+    components, moved = [], model.members.padded_rows.moved(inputs)
+    inputs = moved.inputs
     for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
         mean = mean.to(model.theta)
         single = as_single_model(model.members, mean)
@@ -157,7 +158,8 @@ def gaussian_outputs(
             parts = [
                 _of_batch(model, hooks, head, mean, covariance, part, directions) for part in _rows_of(inputs, size)
             ]
-        components.append([torch.cat(pieces) for pieces in zip(*parts, strict=True)])
+        means, spreads = map(torch.cat, zip(*parts, strict=True))
+        components.append([moved.back(means), moved.back(spreads, num_behind=2)])
     return Outputs(*(torch.stack(pieces) for pieces in zip(*components, strict=True)))
 
 

@@ -130,15 +130,17 @@ class SinglePassPredictor:
 
     def outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the means [K, B, ..., C] and the covariances [K, B, ..., C, C] of the outputs."""
-        found = []
+        found, moved = [], model.members.padded_rows.moved(inputs)
+        inputs = moved.inputs
         for one in self.passes:
             logits = self._run(model, one, inputs)
             if not is_sound(logits.spread):
                 with checking_variances(model.model):
                     self._run(model, one, inputs)
-            found.append((widened(one.mean(logits)), logits.spread.covariance()))
-        means, covariances = zip(*found, strict=True)
-        return torch.stack(means), torch.stack([value.to(means[0].dtype) for value in covariances])
+            means, covariances = widened(one.mean(logits)), logits.spread.covariance()
+            found.append((moved.back(means), moved.back(covariances, num_behind=2)))
+        all_means, all_covariances = zip(*found, strict=True)
+        return torch.stack(all_means), torch.stack([value.to(all_means[0].dtype) for value in all_covariances])
 
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the prediction by Gaussian outputs."""
