@@ -15,6 +15,9 @@ from tests.mutants.recommended import RECOMMENDED
 from tests.mutants.reviewed import REVIEWED
 from tests.mutants.second_review import SECOND_REVIEW
 from tests.mutants.sixth_review import SIXTH_REVIEW
+from tests.mutants.sixth_review_images import SIXTH_REVIEW_IMAGES
+from tests.mutants.sixth_review_memory import SIXTH_REVIEW_MEMORY
+from tests.mutants.sixth_review_rows import SIXTH_REVIEW_ROWS
 from tests.mutants.third_review import THIRD_REVIEW
 
 
@@ -359,6 +362,9 @@ FAULTS = (
     *FIFTH_REVIEW_IMAGES,
     *FIFTH_REVIEW_PLACES,
     *SIXTH_REVIEW,
+    *SIXTH_REVIEW_MEMORY,
+    *SIXTH_REVIEW_IMAGES,
+    *SIXTH_REVIEW_ROWS,
     *LABEL_NOISE,
 )
 # fmt: on

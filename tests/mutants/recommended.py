@@ -45,7 +45,7 @@ RECOMMENDED = (
           '{"ladder": None}',
           (f"{LADDER}test_the_rest_of_the_run_has_the_chosen_settings",)),
     Fault("heat is averaged over all directions", "methods/sgmcmc/whitening.py",
-          "torch.where(informed, along.square(), 0.0).sum(1) / informed.sum(1)", "along.square().mean(1)",
+          "values.square().masked_fill_(~informed, 0.0).sum(1) / informed.sum(1)", "values.square().mean(1)",
           ("methods/sgmcmc/test_whitening.py::test_heat_is_measured_where_the_data_outweigh_the_prior[1.5]",)),
     Fault("a method is chosen by too few held-out rows", "methods/recommended.py",
           "elif held < least:", "elif not held:",

@@ -39,7 +39,7 @@ class Trial(NamedTuple):
     """Sums over the minibatches so far; V_0, V_1 and V_d in this order.
 
     Attributes:
-        previous: [M, 2, d] g_0 and g_1 of the last minibatch.
+        previous: [M, 2, d] g_0 and g_1 of the first minibatch of a pair; [M, 2, 1] zeros while there is none.
         squares: [M, 3] sums over pairs of minibatches, each an estimate of V.
         slope: [M] the sum of slopes.
         num_taken: [M] int64, minibatches.
@@ -77,27 +77,49 @@ class Choice(NamedTuple):
 
 def begin(theta: Tensor) -> Trial:
     """Return the trial before its first minibatch."""
-    rows, dim = theta.shape
+    rows = len(theta)
     count = torch.zeros(rows, dtype=torch.int64, device=theta.device)
-    return Trial(theta.new_zeros(rows, 2, dim), theta.new_zeros(rows, 3), theta.new_zeros(rows), count)
+    return Trial(theta.new_zeros(rows, 2, 1), theta.new_zeros(rows, 3), theta.new_zeros(rows), count)
 
 
-def take(trial: Trial, gradients: Tensor, direction: Tensor, informed: Tensor) -> Trial:
+def take(trial: Trial, gradients: tuple[Tensor, Tensor], direction: Tensor, informed: Tensor) -> Trial:
     """Return the trial after one more minibatch.
 
+    It takes little memory beside the gradients: as many numbers as theta has, or three times as many of one chain.
+
     Args:
-        gradients: [M, 2, d] g_0 and g_1.
+        gradients: g_0 and g_1, [M, d] each.
         direction: [M, d] sqrt(T) v.
-        informed: [M, d] 1 in directions where the data outweigh the prior, otherwise 0.
+        informed: [M, d] True in directions where the data outweigh the prior.
     """
     count, squares = trial.num_taken + 1, trial.squares
-    if int(count[0]) % 2 == 0:  # all chains have done the same number of updates
-        change = gradients - trial.previous
-        pairs = torch.stack([change[:, 0], change[:, 1], change[:, 1] - change[:, 0]], 1).square() / 2
-        squares = squares + (pairs * informed[:, None]).sum(2) / informed.sum(1, keepdim=True)
-    rise = (gradients[:, 1] - gradients[:, 0]) * direction * informed
-    slope = trial.slope + rise.sum(1) / (direction.square() * informed).sum(1)
-    return Trial(gradients, squares, slope, count)
+    at_start, at_draw = gradients
+    slope = trial.slope + _masked((at_draw - at_start).mul_(direction), informed).sum(1) / _masked(
+        direction.square(), informed
+    ).sum(1)
+    if int(count[0]) % 2 == 1:  # all chains have done the same number of updates
+        return Trial(torch.stack(gradients, 1), squares, slope, count)
+    pairs = torch.stack(
+        [_half_squares(*of_chain) for of_chain in zip(*gradients, trial.previous, informed, strict=True)]
+    )
+    squares = squares + pairs / informed.sum(1, keepdim=True)
+    return Trial(torch.zeros_like(trial.previous[:, :, :1]), squares, slope, count)
+
+
+def _half_squares(at_start: Tensor, at_draw: Tensor, previous: Tensor, informed: Tensor) -> Tensor:
+    """Return the sums [3] of half the squares of the changes of g_0, g_1 and g_1 - g_0 of a chain, where informed."""
+    changes = at_start.new_empty(3, len(at_start))
+    torch.sub(at_start, previous[0], out=changes[0])
+    torch.sub(at_draw, previous[1], out=changes[1])
+    torch.sub(changes[1], changes[0], out=changes[2])
+    return changes.square_().div_(2).mul_(informed).sum(1)
+
+
+def _masked(values: Tensor, informed: Tensor) -> Tensor:
+    """Return values [M, d] times ``informed``, in place; a chain at a time, as the factors are made floats first."""
+    for of_chain, mask in zip(values, informed, strict=True):
+        of_chain.mul_(mask)
+    return values
 
 
 def cost_of_anchor(num_updates: int, update_fraction: float | None) -> float:

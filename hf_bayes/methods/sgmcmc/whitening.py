@@ -71,13 +71,13 @@ class Whitening(NamedTuple):
     """The fields that whitening adds to a sampler's state."""
 
     root: Tensor
-    """[M, P] S, packed (``covariance_roots``); zero before the curvature pass."""
+    """[M, P] S, packed (``covariance_roots``); zeros that take no memory before the curvature pass."""
     step_size: Tensor
     """[M] h; ``MAX_STEP`` before it is known."""
     origin: Tensor
     """[M, d] theta_0."""
     direction: Tensor
-    """[M, d] sqrt(T) v of the draw theta_0 + sqrt(T) S v."""
+    """[M, d] sqrt(T) v of the draw theta_0 + sqrt(T) S v; [M, 1] zeros after the choice."""
     all_rows: Tensor
     """[M, d] grad log p(D | theta_0) on all rows, for the control variate; zero without it."""
     choices: Tensor
@@ -163,12 +163,15 @@ class WhitenedSampler:
 
     def init(self, theta: Tensor, rngs: Rngs) -> Any:
         """Return the state before the curvature pass."""
-        rows, zeros = len(theta), torch.zeros_like(theta)
-        direction = math.sqrt(self.config.temperature) * randn(rngs, theta)
+        rows, number = len(theta), theta.new_zeros(len(theta), 1)
+        zeros = number.expand_as(theta)  # what is not known yet has its shape, and takes no memory
+        direction = randn(rngs, theta).mul_(math.sqrt(self.config.temperature))
         numbers = theta.new_full((rows,), MAX_STEP), theta, direction, zeros, theta.new_zeros(rows, 7)
-        path = step_control.begin(theta.new_zeros(rows), theta.shape[1])
-        own = Whitening(theta.new_zeros(rows, self.roots.size), *numbers, *laplace_trial.begin(theta), *path)
-        return _joined(theta, own, self.sampler.init(zeros, spare_generators(rngs)))
+        path = step_control.begin(theta.new_zeros(rows), 1)._replace(previous=zeros)
+        own = Whitening(number.expand(rows, self.roots.size), *numbers, *laplace_trial.begin(theta), *path)
+        inner = self.sampler.init(zeros, spare_generators(rngs))  # thrown away
+        blank = {name: zeros for name, value in inner._asdict().items() if value.shape == zeros.shape}
+        return _joined(theta, own, inner._replace(**blank))
 
     def find_root(self, state: Any, passes: DataPasses) -> Any:
         """Return the state with S of every chain."""
@@ -182,25 +185,23 @@ class WhitenedSampler:
     def anchor(self, state: Any) -> Tensor | None:
         """Return where the next update needs the gradient, too: at the draw on trial, or at the control variate."""
         if int(state.trial_num_taken[0]) < self.num_measured:  # all chains have done the same number of updates
-            draw: Tensor = state.origin + self.roots.product(state.root, state.direction)
-            return draw
+            return self._draw(state)
         origin: Tensor = state.origin
         return origin if bool(_choice(state).anchored.any()) else None
 
     def choose(self, state: Any, passes: DataPasses) -> Any:
         """Return the state at the start that the trial has chosen, with the step size."""
         cost = laplace_trial.cost_of_anchor(self.problem.num_steps - self.num_measured, self.problem.update_fraction)
-        found = laplace_trial.choose(_trial(state), self._allowed / MAX_STEP**2, cost)
+        found = laplace_trial.choose(_part(Trial, state, "trial_"), self._allowed / MAX_STEP**2, cost)
         all_rows = passes.full_gradient(state.origin) if bool(found.anchored.any()) else None
         if all_rows is None:
             found = laplace_trial.without_anchor(found)
-        move = self.roots.product(state.root, state.direction)
         return state._replace(
-            theta=torch.where(found.fits[:, None], state.origin + move, state.origin),
+            theta=torch.where(found.fits[:, None], self._draw(state), state.origin),
             step_size=(self._allowed / found.variance).sqrt(),
             all_rows=state.all_rows if all_rows is None else torch.where(found.anchored[:, None], all_rows, 0.0),
             choices=torch.stack([part.to(state.theta) for part in found], 1),
-            trial_previous=torch.zeros_like(state.trial_previous),
+            direction=torch.zeros_like(state.direction[:, :1]),
             path_variance=found.variance.to(state.theta),
         )
 
@@ -208,7 +209,7 @@ class WhitenedSampler:
         """Return the state of the same chains at ``ratio`` times the temperature: in v, a Gaussian around theta_0."""
         factor = math.sqrt(ratio)
         there = replace(self.config, temperature=round(ratio * self.config.temperature, 12))  # rounded: T = 1 is exact
-        own = _with_path(_own(state), step_control.moved(_path(state)))
+        own = _with_path(_part(Whitening, state), step_control.moved(_part(PathNoise, state, "path_")))
         step_size = math.sqrt(_allowed_of(there) / self._allowed) * state.step_size
         own = own._replace(step_size=step_size.clamp_max(MAX_STEP))
         theta = state.origin + factor * (state.theta - state.origin)
@@ -231,18 +232,21 @@ class WhitenedSampler:
             return self._measure(state, evaluation, rngs), {}
         weight, prior = self.config.prior_weight, self.problem.prior
         gradient = self._whitened(state, state.theta, self._corrected(state, evaluation))
+        informed = functools.partial(informed_by_data, self.roots, state.root, prior)
+        axes = functools.partial(self.roots.along_axes, state.root)
+        # measured before the sampler makes tensors: the two need their memory one after the other
+        path = step_control.take(_part(PathNoise, state, "path_"), gradient, axes, informed())
         scale, peak = (state.step_size / MAX_STEP)[:, None], self.problem.num_data * MAX_STEP**2
         log_density = evaluation.log_lik + (weight * prior.log_prob(state.theta)).to(evaluation.log_lik)
         before = inner_state(state)
         after, info = self.sampler.update(before, Evaluation(log_density, scale * gradient), lr * peak, rngs)
         if hasattr(after, "momentum") and int(after.step[0]) % INFORMED_PERIOD == 0:  # the same for all chains
-            info = info | {"kinetic_temperature_informed": self._informed_temperature(state, after.momentum)}
-        own = _with_path(_own(state), self._path_after(state, gradient))
-        step_size = step_control.step_for_noise(own.step_size, _path(own), self._allowed)
+            info = info | {"kinetic_temperature_informed": _mean_square(axes(after.momentum), informed())}
+        step_size = step_control.step_for_noise(state.step_size, path, self._allowed)
         law = info.get("kinetic_temperature_law")
         if law is not None and hasattr(after, "momentum"):
             step_size, after = step_control.cooled(step_size, before, after, law)
-        own = own._replace(step_size=step_size)
+        own = _with_path(_part(Whitening, state)._replace(step_size=step_size), path)
         theta = state.theta + self.roots.product(state.root, scale * (after.theta - before.theta))
         growth = own.path_variance / _choice(state).variance
         info |= {"step_size": step_size, "relaxation": relaxation_of(self.config, step_size), "noise_growth": growth}
@@ -252,40 +256,39 @@ class WhitenedSampler:
 
     def _measure(self, state: Any, evaluation: Evaluation, rngs: Rngs) -> Any:
         """Take one more minibatch into the trial; after the last one start the sampler."""
-        at_start, at_draw, draw = evaluation.grad_log_lik, evaluation.anchor_grad, self.anchor(state)
+        state = self._tried(state, evaluation)
+        if int(state.trial_num_taken[0]) < self.num_measured:
+            return state
+        return _joined(state.theta, _part(Whitening, state), self.sampler.init(torch.zeros_like(state.theta), rngs))
+
+    def _tried(self, state: Any, evaluation: Evaluation) -> Any:
+        """Return the state with one more minibatch in its trial."""
+        at_start, at_draw = evaluation.grad_log_lik, evaluation.anchor_grad
         assert at_start is not None
         assert at_draw is not None
-        assert draw is not None
-        both = self._whitened(state, state.theta, at_start), self._whitened(state, draw, at_draw)
         axes = functools.partial(self.roots.along_axes, state.root)
-        gradients = torch.stack([-axes(gradient) for gradient in both], 1)
-        informed = informed_by_data(self.roots, state.root, self.problem.prior).to(state.theta)
-        trial = laplace_trial.take(_trial(state), gradients, axes(state.direction), informed)
-        state = state._replace(**{f"trial_{name}": value for name, value in trial._asdict().items()})
-        if int(trial.num_taken[0]) < self.num_measured:
-            return state
-        return _joined(state.theta, _own(state), self.sampler.init(torch.zeros_like(state.theta), rngs))
+        beside = axes(self._whitened(state, self._draw(state), at_draw)).neg_()  # in place: it is a new tensor
+        gradients = axes(self._whitened(state, state.theta, at_start)).neg_(), beside
+        informed = informed_by_data(self.roots, state.root, self.problem.prior)
+        trial = laplace_trial.take(_part(Trial, state, "trial_"), gradients, axes(state.direction), informed)
+        return state._replace(**{f"trial_{name}": value for name, value in trial._asdict().items()})
+
+    def _draw(self, state: Any) -> Tensor:
+        """Return the draw of the Laplace approximation, theta_0 + sqrt(T) S v."""
+        draw: Tensor = state.origin + self.roots.product(state.root, state.direction)
+        return draw
 
     @property
     def _allowed(self) -> float:
         """h^2 V of the heating that is allowed."""
         return _allowed_of(self.config)
 
-    def _path_after(self, state: Any, gradient: Tensor) -> PathNoise:
-        """Return the noise along the way with the gradient of one more update."""
-        informed = informed_by_data(self.roots, state.root, self.problem.prior)
-        return step_control.take(_path(state), gradient, functools.partial(self.roots.along_axes, state.root), informed)
-
-    def _informed_temperature(self, state: Any, momentum: Tensor) -> Tensor:
-        """Return [M] the kinetic temperature where the data outweigh the prior, where minibatches heat."""
-        informed = informed_by_data(self.roots, state.root, self.problem.prior)
-        along = self.roots.along_axes(state.root, momentum)
-        return torch.where(informed, along.square(), 0.0).sum(1) / informed.sum(1)
-
     def _whitened(self, state: Any, theta: Tensor, grad_log_lik: Tensor) -> Tensor:
         """Return minus S' grad U at theta, from the gradient of the log-likelihood."""
-        prior = self.config.prior_weight * self.problem.prior.grad(theta)
-        return self.roots.transposed(state.root, grad_log_lik + prior)
+        gradient = self.problem.prior.grad(theta)
+        gradient = self.config.prior_weight * gradient  # name by name: the one before is freed
+        gradient = grad_log_lik + gradient
+        return self.roots.transposed(state.root, gradient)
 
     def _corrected(self, state: Any, evaluation: Evaluation) -> Tensor:
         """Return the gradient of the log-likelihood, of some chains with a control variate."""
@@ -327,16 +330,13 @@ def _joined(theta: Tensor, own: Whitening, inner: Any) -> Any:
     return joined_state({"theta": theta, **own._asdict()}, inner, prefix="whitened_")
 
 
-def _own(state: Any) -> Whitening:
-    return Whitening(*(getattr(state, field) for field in Whitening._fields))
+def _part(kind: Any, state: Any, prefix: str = "") -> Any:
+    return kind(*(getattr(state, f"{prefix}{field}") for field in kind._fields))
 
 
-def _trial(state: Any) -> Trial:
-    return Trial(*(getattr(state, f"trial_{field}") for field in Trial._fields))
-
-
-def _path(state: Any) -> PathNoise:
-    return PathNoise(*(getattr(state, f"path_{field}") for field in PathNoise._fields))
+def _mean_square(values: Tensor, informed: Tensor) -> Tensor:
+    """Return [M] the mean of the squares of values [M, d] where the data outweigh the prior, where minibatches heat."""
+    return values.square().masked_fill_(~informed, 0.0).sum(1) / informed.sum(1)
 
 
 def _with_path(own: Whitening, path: PathNoise) -> Whitening:

@@ -68,7 +68,7 @@ class MeanFieldState(NamedTuple):
         iterate: [M, 2, d] the last mean and log std.
         first, second: [M, 2, d] the optimiser's moments.
         slope: [M, d] regression of grad U(mean + std eps) on eps.
-        noise: [M, P, d] eps of the current draw, or of the current pairs of draws.
+        noise: [M, P, d] eps of the current draw, or of the current pairs of draws; [M, P, 1] zeros after an update.
         step: [M] int64, number of updates done.
     """
 
@@ -175,7 +175,8 @@ def mean_field_update(
     marks = () if mask is None else (mask.to(state.theta),)
     tensors = *state[:-1], *draws.tensors, *marks
     theta, variance, iterate, first, second, slope = in_blocks(advance, *tensors)
-    new = MeanFieldState(theta, variance, iterate, first, second, slope, state.noise, state.step + 1)
+    used = torch.zeros_like(state.noise[..., :1])  # ``locate`` draws anew: until then no memory is held
+    new = MeanFieldState(theta, variance, iterate, first, second, slope, used, state.step + 1)
     dim = state.theta.shape[1] if mask is None else int(mask.sum())
     drawn_energy = -evaluation.log_lik - config.prior_weight * log_prior
     free_energy = drawn_energy - config.temperature * gaussian_entropy(sums_of_log_std[:, 0], dim)

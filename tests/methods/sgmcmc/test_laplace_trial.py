@@ -27,8 +27,8 @@ def choice_of(
     for _ in range(COUNT):
         noise = normal()
         at_draw = slope * direction + common**0.5 * noise + own**0.5 * normal()
-        gradients = torch.stack([at_start**0.5 * noise, at_draw], 1)
-        trial = laplace_trial.take(trial, gradients, direction, torch.ones(1, DIM).double())
+        informed = torch.ones(1, DIM, dtype=torch.bool)
+        trial = laplace_trial.take(trial, (at_start**0.5 * noise, at_draw), direction, informed)
     return laplace_trial.choose(trial, 0.01, cost)
 
 

@@ -18,6 +18,7 @@ from hf_bayes.methods.sgmcmc.gradient_noise import HEATING, HEATING_OF_TEMPERED,
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.whitening import MAX_STEP, num_measured
+from tests.methods.sgmcmc import gaussian_runs
 from tests.methods.sgmcmc.gaussian_runs import (
     CURVATURE,
     PRIOR_STD,
@@ -29,6 +30,7 @@ from tests.methods.sgmcmc.gaussian_runs import (
     relative_variances,
     run_of,
 )
+from tests.objectives.test_curvature_memory import Live
 
 
 @pytest.mark.statistics
@@ -238,3 +240,25 @@ def test_chains_start_at_theta_0_where_the_curvature_is_another() -> None:
 def test_a_burn_in_too_short_to_measure_is_refused() -> None:
     with pytest.raises(ValueError, match=r"from 4 minibatches in its burn-in, which has 3 updates .* train longer, ra"):
         run_of(SGHMCConfig(), GaussianData(), steps=15)
+
+
+@pytest.mark.parametrize("is_anchored", [False, True])
+def test_an_update_takes_little_memory_beside_the_state(is_anchored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live tensors in numbers per parameter, at the peak of each update and after it."""
+    monkeypatch.setattr(gaussian_runs, "CURVATURE", CURVATURE.repeat(100))  # the numbers of a chain count for nothing
+    unit, peaks, kept = 4 * 100 * CURVATURE.nbytes, [], []
+    with Live() as live:
+        run = run_of(SGHMCConfig(whitening="diagonal"), GaussianData(30.0, common=is_anchored), steps=400)
+        for _ in range(num_measured(400) + 3):
+            live.peak = live.now
+            run.update([None], 1.0)
+            peaks.append(live.peak / unit)
+            kept.append(live.now / unit)
+    assert run.state is not None
+    assert bool(run.state.choices[0, 1] > 0) == is_anchored
+    # theta (theta_0, the start), root, direction, and the gradient; in every other update the two of a pair
+    assert kept[:7] == pytest.approx([6, 4] * 3 + [6], abs=0.2)
+    assert max(peaks[:8]) < 13.5
+    # of the sampler theta, v and momentum; theta_0, root, the gradients of the objective and of the last update
+    assert kept[8:] == pytest.approx([8 if is_anchored else 7] * 3, abs=0.2)
+    assert max(peaks[8:]) < 16.5

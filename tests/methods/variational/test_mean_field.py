@@ -305,3 +305,15 @@ def test_blocks_cut_the_prior_with_theta(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
     for a, b in ((cut.theta, elsewhere.theta), (cut_energy, energy), (cut_energy, other_energy)):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_the_noise_of_an_update_is_not_kept() -> None:
+    rule = MeanFieldConfig().build(
+        Problem(1, GaussianPrior(torch.tensor(0.0), torch.tensor(1.0)), 0.01, 9, 0, {"": (999,)})
+    )
+    rngs = [generator(0, "chain", 0)]
+    theta, state = rule.locate(rule.init(torch.zeros(1, 999), rngs), rngs)
+    evaluation = evaluated(rule, state, theta, lambda theta: Evaluation(-0.5 * theta.square().sum(1), -theta))
+    state, _ = rule.update(state, evaluation, 0.01, rngs)
+    # mean and variance of q; mean, log std and the two moments of both; the slope
+    assert sum(value.numel() for value in state) / theta.numel() == pytest.approx(9, abs=0.01)
