@@ -13,6 +13,9 @@ from torch import Tensor
 
 from hf_bayes.core.layout import Layout
 
+_GRAM_ROWS = 1 << 12
+"""The number of rows of a matrix that are made float64 together."""
+
 
 class Covariance(ABC):
     """A symmetric positive definite matrix Sigma [d, d].
@@ -121,14 +124,23 @@ def check_shapes(
             raise ValueError(f"{name}: expected shape {[*lead, *shape]}, got {list(tensors[name].shape)}")
 
 
+def gram(columns: Tensor) -> Tensor:
+    """Return C' C [r, r] of C [n, r] in float64, for a block of rows at a time: sums of millions of terms round."""
+    total = columns.new_zeros(columns.shape[1], columns.shape[1], dtype=torch.float64)
+    for rows in columns.split(_GRAM_ROWS):
+        exact = rows.double()
+        total += exact.mT @ exact
+    return total
+
+
 def check_orthonormal(name: str, basis: Tensor) -> None:
     """Check that the columns of a basis [n, r] are orthonormal.
 
     Raises:
         ValueError: with the largest error.
     """
-    identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-    error = float((basis.mT @ basis - identity).abs().max()) if len(basis) else 0.0
+    found = gram(basis)
+    error = float((found - torch.eye(len(found)).to(found)).abs().max()) if len(basis) else 0.0
     if not error < 1e-3:  # float32 eigenvectors are orthonormal to about 1e-6
         raise ValueError(f"{name} has no orthonormal columns (off by {error:.1g}): it is no eigenbasis")
 

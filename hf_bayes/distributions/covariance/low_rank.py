@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance.base import Covariance, check_orthonormal, check_shapes, faults, require_density
+from hf_bayes.distributions.covariance.base import (
+    Covariance,
+    check_orthonormal,
+    check_shapes,
+    faults,
+    gram,
+    require_density,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +40,17 @@ class LowRank(Covariance):
     def plus(cls, std: Tensor, columns: Tensor, weight: float = 1.0) -> LowRank:
         """Build diag(std^2) + weight C C' from ``columns`` C [d, r]."""
         basis, singular = _left_singular_vectors(columns, std)
-        return cls(std, basis, 1 + weight * singular.square())
+        return cls(std, basis, 1 + (weight**0.5 * singular).square())
 
     @classmethod
     def less(cls, precision: Tensor, columns: Tensor) -> LowRank:
-        """Build (diag(precision) + U U')^-1 from ``columns`` U [d, r]."""
+        """Build (diag(precision) + U U')^-1 from ``columns`` U [d, r].
+
+        Raises:
+            ValueError: if a diagonal precision is not positive.
+        """
+        if not bool((precision > 0).all()):
+            raise ValueError(f"a low-rank covariance needs positive precisions, got {faults(precision)}")
         scale = precision.sqrt()
         basis, singular = _left_singular_vectors(columns, scale)
         return cls(1 / scale, basis, 1 / (1 + singular.square()))
@@ -136,7 +149,9 @@ def _left_singular_vectors(columns: Tensor, std: Tensor) -> tuple[Tensor, Tensor
     """Return the left singular vectors [d, min(d, r)] and the singular values of diag(1 / std) C.
 
     A run of many parameters ends here, so as few copies of C as possible are alive together: the singular values are
-    those of the triangular factor [r, r] of a QR decomposition.
+    those of the triangular factor [r, r] of a QR decomposition. In float32, the basis of a QR (or singular value)
+    decomposition of ten million rows is orthonormal to 2e-3 only. Its Gram matrix L L' corrects it: Q L^-T is
+    orthonormal, and Q R = (Q L^-T) (L' R).
 
     Args:
         columns: [d, r] C.
@@ -144,7 +159,9 @@ def _left_singular_vectors(columns: Tensor, std: Tensor) -> tuple[Tensor, Tensor
     """
     relative = columns / std[:, None]
     relative.masked_fill_(~(std > 0)[:, None], 0.0)
-    orthonormal, triangle = torch.linalg.qr(relative)
+    basis, triangle = torch.linalg.qr(relative)
     del relative
-    vectors, singular, _ = torch.linalg.svd(triangle, full_matrices=False)
-    return orthonormal @ vectors, singular
+    upper = torch.linalg.cholesky(gram(basis)).mT  # L'
+    vectors, singular, _ = torch.linalg.svd(upper @ triangle.double(), full_matrices=False)
+    corrected = torch.linalg.solve_triangular(upper, vectors, upper=True)
+    return basis @ corrected.to(basis), singular.to(basis)

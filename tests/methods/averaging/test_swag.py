@@ -52,7 +52,7 @@ def test_moments_are_those_of_the_iterates_of_torch_sgd(rank: int) -> None:
 
 def test_the_gaussian_copies_the_deviations_of_one_chain() -> None:
     """A run of many parameters must not run out of memory after its last update."""
-    chains, rank, dim = 3, 20, 4096
+    chains, rank, dim = 3, 20, 1 << 16
     moments = IterateMoments(torch.zeros(chains, dim), torch.ones(chains, dim), torch.ones(chains, rank, dim))
     one = (rank + 2) * dim * moments.mean.element_size()  # a Gaussian, or the deviations with small tensors beside them
     assert peak(lambda: moments.gaussian(40)) <= (chains + 1) * one
