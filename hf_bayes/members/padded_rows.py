@@ -2,7 +2,8 @@
 
 transformers counts the padding on the left as positions, and encoders pool the first position, which is then padding.
 With the padding on the right both are as in a row alone. So rows are moved before a pass, and outputs of single tokens
-are moved back after it. Language models that write text are not concerned: their padding belongs on the left.
+are moved back after it. Language models that write text are not concerned: their padding belongs on the left. Nor are
+classes that are not of transformers: their heads may read any position.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members.inputs import padding_mask
+from hf_bayes.members.pictures import PICTURES
 
 
 class Moved(NamedTuple):
@@ -47,18 +49,20 @@ class PaddedRows:
         core: the transformers model.
 
     Attributes:
-        moves: whether padding on the left is moved to the right. False for models that write text, and for models
-            whose head reads the last position (XLNet).
+        moves: whether padding on the left is moved to the right. False for models that write text, for models whose
+            head reads the last position (XLNet), and for classes that are not of transformers.
         reads_pad_token: whether the head finds the last token of a text by ``config.pad_token_id``.
     """
 
     def __init__(self, core: Any) -> None:
         core = core.get_base_model() if hasattr(core, "get_base_model") else core  # without peft's wrapper
         self.config: Any = getattr(core, "config", None)
-        self._name = type(core).__name__
-        writes = getattr(core, "can_generate", None)
-        self.moves = not (writes is not None and writes()) and getattr(self.config, "summary_type", None) != "last"
-        self.reads_pad_token = "pad_token_id" in _names_read(core)
+        self._name, writes = type(core).__name__, getattr(core, "can_generate", None)
+        is_known = type(core).__module__.startswith("transformers.")
+        reads_last = getattr(self.config, "summary_type", None) == "last"
+        self.moves = is_known and not reads_last and not (writes is not None and writes())
+        names = _names_read(type(core)) if is_known else frozenset()
+        self.reads_pad_token, self._asks_text_part = "pad_token_id" in names, "get_text_config" in names
 
     def moved(self, inputs: dict[str, Any], num_copies: int = 1) -> Moved:
         """Return the inputs of a pass, with padding on the right.
@@ -68,16 +72,16 @@ class PaddedRows:
         Raises:
             ValueError: for several rows, or padding, if the head needs a padding token and the model has none.
         """
-        pad_token = self._pad_token()
+        pad_token = self._pad_token() if self.reads_pad_token else None
         if self.reads_pad_token and pad_token is None:
             self._require_one_row(inputs, num_copies)
             return Moved(inputs, None)
-        mask, offsets = padding_mask(inputs), self._offsets(inputs)
+        mask, offsets, ids = padding_mask(inputs), self._offsets(inputs), inputs.get("input_ids")
+        if pad_token is not None and mask is not None and isinstance(ids, Tensor) and ids.shape == mask.shape:
+            inputs = {**inputs, "input_ids": ids.masked_fill(mask == 0, pad_token)}  # tokenizers may pad with others
         if offsets is None or mask is None:
             return Moved(inputs, None)
         steps, length = torch.arange(mask.shape[1], device=mask.device), mask.shape[1]
-        if self.reads_pad_token:  # the tokenizer may pad with another token
-            inputs = {**inputs, "input_ids": inputs["input_ids"].masked_fill(mask == 0, pad_token)}
         rows = {name: _row_moved(name, value, (steps + offsets) % length) for name, value in inputs.items()}
         return Moved(rows, ((steps - offsets) % length).repeat(num_copies, 1))
 
@@ -104,18 +108,21 @@ class PaddedRows:
         return first if bool(first.any()) else None
 
     def _pad_token(self) -> int | None:
-        """Return the model's padding token as it is now: a user may set it at any time."""
-        parts = [self.config, self.config.get_text_config()] if hasattr(self.config, "get_text_config") else []
-        return next((each.pad_token_id for each in parts if getattr(each, "pad_token_id", None) is not None), None)
+        """Return the padding token by which the head finds the end of a text, as it is now: a user may set it."""
+        own = self.config.get_text_config() if self._asks_text_part else self.config
+        return getattr(own, "pad_token_id", None)
 
     def _require_one_row(self, inputs: Mapping[str, Any], num_copies: int) -> None:
         mask, read = padding_mask(inputs), _read(inputs)
-        num_rows, is_padded = 0 if read is None else len(read), mask is not None and not bool(mask.bool().all())
-        if num_copies * num_rows > 1 or is_padded:
-            given = "a padded text" if is_padded else f"{num_copies} x {num_rows} rows (members x texts) in one pass"
+        num_rows, ends_padded = 0 if read is None else len(read), mask is not None and not bool(mask[:, -1].all())
+        if num_copies * num_rows > 1 or ends_padded:
+            given = "a text that ends in padding"
+            if num_copies * num_rows > 1:
+                given = f"{num_copies} x {num_rows} rows (members x texts) in one pass"
+            part = ".get_text_config()" if self._asks_text_part and self.config.get_text_config() != self.config else ""
             raise ValueError(
-                f"{self._name} finds the last token of each text by config.pad_token_id, which is None, got {given}: "
-                "set model.config.pad_token_id = tokenizer.pad_token_id"
+                f"{self._name} finds the last token of each text by its config's pad_token_id, which is None, got "
+                f"{given}: set model.config{part}.pad_token_id = tokenizer.pad_token_id"
             )
 
 
@@ -126,7 +133,7 @@ def _read(inputs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _row_moved(name: str, value: Any, places: Tensor) -> Any:
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or name in PICTURES:
         return value
     if name == "position_ids" and value.shape[-1:] == places.shape[1:]:  # [T], [1, T], [B, T] or [axes, B, T]
         leading = value.shape[:-2] if value.ndim > 2 else ()
@@ -140,8 +147,13 @@ def _taken(values: Tensor, places: Tensor) -> Tensor:
     return values.gather(1, places.view(*places.shape, *[1] * (values.ndim - 2)).expand_as(values))
 
 
-def _names_read(core: Any) -> tuple[str, ...]:
-    """Return the names of attributes that the forward of a model reads."""
-    forward: Any = inspect.unwrap(type(core).forward)
-    code = getattr(forward, "__code__", None)
-    return () if code is None else code.co_names
+def _names_read(kind: type) -> frozenset[str]:
+    """Return the names of attributes that the forward of a class reads, and those of the forwards that it calls."""
+    names: frozenset[str] = frozenset()
+    for each in kind.__mro__:
+        if "forward" in vars(each):
+            code = getattr(inspect.unwrap(vars(each)["forward"]), "__code__", None)
+            names |= frozenset(() if code is None else code.co_names)
+            if "super" not in names:
+                break
+    return names

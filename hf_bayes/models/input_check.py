@@ -86,7 +86,9 @@ class InputCheck:
         if self.longest is not None and ids.shape[1] > self.longest:
             length, row = self._longest_row(kept, inputs.get("position_ids"))
             if length > self.longest:
-                what = f"{_name(row, len(ids), where, first)} has {length} tokens,"
+                own = int(kept[row].sum())
+                padding = f", {length - own} of them padding," if own < length == ids.shape[1] else ","
+                what = f"{_name(row, len(ids), where, first)} has {length} tokens{padding}"
                 self._too_long(what, advice.format(longest=self.longest))
 
     def check_pass(self, inputs: Mapping[str, Any], cache: Any) -> None:

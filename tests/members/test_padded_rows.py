@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import (
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
+    Gemma3Config,
+    Gemma3ForSequenceClassification,
     GPT2ForSequenceClassification,
     LlamaForSequenceClassification,
     OPTConfig,
@@ -20,6 +22,7 @@ from transformers import (
     XLNetConfig,
     XLNetForSequenceClassification,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_bayes import BradleyTerry, attach
 from hf_bayes.core.layout import select
@@ -118,7 +121,9 @@ def test_transformers_itself_reads_such_rows_otherwise() -> None:
 @pytest.mark.parametrize("name", ["bert", "gpt2", "tagger"])
 def test_rows_padded_on_the_right_go_to_the_model_unchanged(name: str) -> None:
     rows, batch = PaddedRows(MODELS[name]()), padded("right")
-    assert rows.moved(batch).inputs is batch
+    found = rows.moved(batch)
+    assert found.places is None
+    assert all(torch.equal(found.inputs[key], value) for key, value in batch.items())
     assert rows.moved(alone(1) | {"attention_mask": None}).places is None  # type: ignore[arg-type]
 
 
@@ -206,15 +211,62 @@ def test_positions_of_the_caller_go_with_their_tokens() -> None:
     assert (given - bayesian(**batch).logits).abs().max() > 1e-3
 
 
-def test_the_padding_may_be_another_token_than_the_models() -> None:
-    bayesian, batch = bayesian_of("gpt2"), padded("left")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_padding_may_be_another_token_than_the_models(side: str) -> None:
+    bayesian, batch = bayesian_of("gpt2"), padded(side)
     other = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 17)
     assert torch.equal(bayesian(**batch).logits, bayesian(**{**batch, "input_ids": other}).logits)
 
 
+class LastPosition(LlamaForSequenceClassification):
+    """A class of a user, whose head reads the last position."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> SequenceClassifierOutput:  # type: ignore[override]
+        hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state[:, -1]
+        return SequenceClassifierOutput(logits=self.score(hidden))
+
+
+def test_a_class_of_a_users_own_reads_rows_as_they_are() -> None:
+    model = LastPosition(tiny_llama(num_labels=3, pad_token_id=None).config).eval()
+    with attach(model, scattered(model, select(model, "last_layer"), 3), subspace="last_layer") as bayesian:
+        found = bayesian(**padded("left")).logits
+        for row in range(3):  # rotary positions: only their distances matter, in float32
+            assert (found[row] - bayesian(**alone(row)).logits[0]).abs().max() < 1e-4
+
+
+def gemma3() -> nn.Module:
+    sizes = {**SIZES, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 32}
+    for unused in ("hidden_dropout_prob", "attention_probs_dropout_prob", "num_labels"):
+        del sizes[unused]
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 8, "patch_size": 4}  # fmt: skip
+    config = Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4, num_labels=3,
+                          image_token_id=60, boi_token_id=61, eoi_token_id=62)  # fmt: skip
+    return Gemma3ForSequenceClassification(config).eval()
+
+
+def test_the_padding_token_is_that_of_the_part_that_heads_ask() -> None:
+    rows = PaddedRows(model := gemma3())
+    model.config.pad_token_id, model.config.get_text_config().pad_token_id = 3, 5
+    batch = padded("left")
+    assert rows.moved(batch).inputs["input_ids"][0].tolist() == [*TEXTS[0], 5, 5, 5, 5]
+    model.config.get_text_config().pad_token_id = None
+    with pytest.raises(ValueError, match=r"set model\.config\.get_text_config\(\)\.pad_token_id = tokenizer"):
+        rows.moved(batch)
+
+
+def test_pixels_are_no_tokens() -> None:
+    batch = {name: value[:, -3:] for name, value in padded("left", width=8).items()}
+    batch["attention_mask"][0, 0] = 0
+    pixels = torch.rand(3, 3, 4, 4)  # as many colours as tokens
+    assert torch.equal(
+        PaddedRows(MODELS["bert"]()).moved({**batch, "pixel_values": pixels}).inputs["pixel_values"], pixels
+    )
+
+
 def test_padding_that_is_moved_needs_positions_too() -> None:
     bayesian = bayesian_of("roberta")
-    with pytest.raises(ValueError, match="table of positions ends there"):
+    with pytest.raises(ValueError, match=r"has 70 tokens, 63 of them padding, more .* table of positions ends there"):
         bayesian(**padded("left", width=70))
 
 
@@ -225,8 +277,9 @@ def test_a_head_that_needs_a_padding_token_says_so() -> None:
             bayesian(**alone(0))
         bayesian.members_per_pass = 1
         bayesian(**alone(0))  # transformers reads a single row at its last position
-        with pytest.raises(ValueError, match="got a padded text"):
+        with pytest.raises(ValueError, match="got a text that ends in padding"):
             bayesian(**{name: value[:1] for name, value in padded("right").items()})
+        bayesian(**{name: value[:1] for name, value in padded("left").items()})  # its last position is no padding
         bayesian.config.pad_token_id = 0
         bayesian(**padded("right"))
 
@@ -234,6 +287,7 @@ def test_a_head_that_needs_a_padding_token_says_so() -> None:
 def test_heads_that_need_a_padding_token_are_known() -> None:
     for name in ("gpt2", "llama", "opt"):
         assert PaddedRows(MODELS[name]()).reads_pad_token
+    assert PaddedRows(gemma3()).reads_pad_token  # its own forward only calls another one
     for name in ("bert", "roberta", "xlnet", "tagger"):
         assert not PaddedRows(MODELS[name]()).reads_pad_token
     assert not PaddedRows(tiny_gpt2()).moves  # a language model pads its prompts on the left
