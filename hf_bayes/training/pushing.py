@@ -5,12 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.outcome import NO_POSTERIOR
 from hf_bayes.training.saving import SavedPosterior
 from hf_bayes.training.session import required
@@ -20,37 +18,33 @@ from hf_bayes.training.trainer_host import TrainerHost
 def push(
     saved: SavedPosterior,
     host: TrainerHost,
-    active: ActiveRun | None,
+    directory: str,
     *,
-    blocking: bool,
-    private: bool | None = None,
-    commit_message: str | None = None,
+    commit_message: str | None,
+    blocking: bool = True,
     token: str | None = None,
     revision: str | None = None,
-    **card: Any,
+    private: bool | None = None,
 ) -> CommitInfo | Future[CommitInfo] | None:
-    """Save, and upload the posterior's own files: never training_args.bin, checkpoints or tokens.
+    """Upload a posterior's own files: never training_args.bin, checkpoints or tokens.
 
     Args:
         saved: the posterior, with the fields of its card.
         host: the trainer.
-        active: the run of the posterior. Every process writes the members of its chains.
-        blocking: False returns at once, while the upload goes on.
-        private: True makes a new repository private (``args.hub_private_repo`` by default).
+        directory: where it has been saved.
         commit_message: the message of the commit; None takes the usual one.
+        blocking: False returns at once, while the upload goes on.
         token: an access token of the Hub (``args.hub_token`` by default).
         revision: a branch, made if it is not there, or a pull request such as refs/pr/1 (``args.hub_revision`` by
             default).
-        card: fields of the model card: license, language, datasets (or dataset_tags), tags and model_name.
+        private: True makes a new repository private (``args.hub_private_repo`` by default).
     Returns:
         The commit, a text with its address, or its future if not blocking; None in all processes but the first.
     """
-    saved.keep_card(card)
-    saved.save(host, active, host.directory)
     if not host.is_first_process:
         return None
     args, whole = host.args, saved.outcome.setup.mesh.chain_size == 1
-    posterior = required(saved.outcome.posterior, NO_POSTERIOR) if whole else Posterior.from_pretrained(host.directory)
+    posterior = required(saved.outcome.posterior, NO_POSTERIOR) if whole else Posterior.from_pretrained(directory)
     upload = partial(
         posterior.push_to_hub,
         args.hub_model_id or Path(host.directory).absolute().name,

@@ -226,15 +226,21 @@ class BayesianTrainerMixin(PrivateHooks):
             return
         self.saved.save(TrainerHost(self), self.active, directory)
         if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save")
+            push(self.saved, TrainerHost(self), directory, commit_message="Model save")
 
     def push_to_hub(  # type: ignore[override]
         self, commit_message: str | None = "End of training", blocking: bool = True, token: str | None = None,
-        revision: str | None = None, **settings: Any,
+        revision: str | None = None, *, private: bool | None = None, **card: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:  # fmt: skip
-        """Save, and upload the posterior's own files; ``pushing.push`` explains the settings."""
-        settings |= {"commit_message": commit_message, "token": token, "revision": revision}
-        return push(self.saved, TrainerHost(self), self.active, blocking=blocking, **settings)
+        """Save, and upload the posterior's own files; ``pushing.push`` explains the settings.
+
+        ``card`` has fields of the model card: license, language, datasets (or dataset_tags), tags and model_name.
+        """
+        host, directory = TrainerHost(self), str(self.args.output_dir)
+        self.saved.keep_card(card)
+        self.saved.save(host, self.active, directory)
+        to: dict[str, Any] = {"token": token, "revision": revision, "private": private}
+        return push(self.saved, host, directory, commit_message=commit_message, blocking=blocking, **to)
 
     def create_model_card(self, *_: Any, **card: Any) -> None:
         """Keep the author's fields of the model card, as in ``push_to_hub``; write a saved posterior's card anew."""

@@ -155,9 +155,9 @@ def tune(
         "processing_class": processing_class, "subspace": subspace, "likelihood": likelihood,
     }  # fmt: skip
     rows, plan, identity, guessed = _prepare(model, args, given, budget, candidates)
+    trials = Trials(model, args, given, TuningRecord.open(str(args.output_dir), identity))
     if args.push_to_hub:  # as Trainer does: a token that the Hub refuses must not show after hours
         make_repository(repository(args), token=args.hub_token, private=args.hub_private_repo)
-    trials = Trials(model, args, given, TuningRecord.open(str(args.output_dir), identity))
     first, second = _run_rounds(trials, plan, show=not args.disable_tqdm)
     finalists = {trial.name for trial in second}
     kept = (*(trial for trial in first if trial.name in finalists), *second)
