@@ -63,9 +63,10 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def _takes_writes(states: Tensor) -> bool:
-    """Return whether states may lie in a tensor that changes: not those that autograd saves, nor a subclass's.
+    """Return whether states may lie in a tensor that changes.
 
-    An object of a subclass holds more than its values, such as a covariance.
+    False for tensors that autograd saves, and for subclasses. An object of a subclass holds more than its values, such
+    as a covariance.
     """
     return type(states) is Tensor and not states.requires_grad
 

@@ -6,7 +6,8 @@ tokens in the places of its images, and the number of its images follows from it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ COUNTS = "images_per_row"
 class CountedImages:
     """A collator that adds ``images_per_row`` to a batch that does not show which images belong to which row.
 
-    Each row of such a batch is collated alone once more, to count its images. A row whose images differ each time can
-    have another number of them then; the batch stays as it is if the numbers do not fit.
+    Each row of such a batch is collated alone once more, to count its images. A row whose images differ each time may
+    then have another number of images: the batch stays as it is if images or placeholders of a row do not fit.
 
     Args:
-        collate: rows -> a batch.
+        collate: rows -> a batch. It may change the entries of its rows, which are copied for each call.
         image_token: the token id of an image's placeholder.
     """
 
@@ -36,17 +37,34 @@ class CountedImages:
         self.collate, self.image_token = collate, image_token
 
     def __call__(self, rows: Sequence[Any]) -> Any:
-        batch = self.collate(rows)
-        pictures, ids = pictures_of(batch), batch.get("input_ids")
-        if not pictures or COUNTS in batch or ids is None or len(ids) != len(rows):
+        batch = self.collate([_copied(row) for row in rows])
+        placeholders = self._placeholders(batch)
+        if COUNTS in batch or placeholders is None or len(placeholders) != len(rows):
             return batch
-        try:
-            _owners(pictures, placeholders_of(ids, self.image_token))
-        except ValueError:
-            counts = [_num_images(pictures_of(self.collate([row]))) for row in rows]
-            if sum(counts) == _num_images(pictures):
+        pictures = pictures_of(batch)
+        if not shows_owners(pictures, placeholders):
+            counts = self._counts(rows, placeholders)
+            if counts is not None and sum(counts) == _num_images(pictures):
                 batch[COUNTS] = torch.tensor(counts)
         return batch
+
+    def _placeholders(self, batch: Any) -> Tensor | None:
+        """Return [B], the placeholders of each row; None for a batch without images, or with ids of another form."""
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or not pictures_of(batch):
+            return None
+        return placeholders_of(ids, self.image_token)
+
+    def _counts(self, rows: Sequence[Any], placeholders: Tensor) -> list[int] | None:
+        """Return the number of images of each row, read alone; None if a row has other ``placeholders`` then."""
+        found = [self.collate([_copied(row)]) for row in rows]
+        alone = torch.cat([placeholders_of(batch["input_ids"], self.image_token) for batch in found])
+        return [_num_images(pictures_of(batch)) for batch in found] if torch.equal(alone, placeholders) else None
+
+
+def _copied(row: Any) -> Any:
+    """Return a row whose entries can be replaced, or taken out, without a change of ``row``."""
+    return copy(row) if isinstance(row, MutableMapping) else row
 
 
 def placeholders_of(input_ids: Tensor, image_token: int | None) -> Tensor:
@@ -73,6 +91,17 @@ def one_image_per_row(pictures: dict[str, Tensor], placeholders: Tensor) -> bool
     if pixels.ndim == 5:  # [B, images, ...], from which models drop images of zeros
         alone = pixels.shape[:2] == (num_rows, 1) and bool(pixels.flatten(1).any(1).all())
     return alone and bool((placeholders > 0).all())
+
+
+def shows_owners(pictures: dict[str, Tensor], placeholders: Tensor, *, by_row: bool = False) -> bool:
+    """Return whether a batch shows which images belong to which row; arguments as of ``take_pictures``."""
+    if by_row and _num_images(pictures) == len(placeholders):
+        return True
+    try:
+        _owners(pictures, placeholders.cpu())
+    except ValueError:
+        return False
+    return True
 
 
 def take_pictures(

@@ -6,7 +6,7 @@ and no token sees a later one, so that the next token is predicted from the toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from hf_bayes.members.pictures import (
     one_image_per_row,
     pictures_of,
     placeholders_of,
+    shows_owners,
     take_pictures,
 )
 from hf_bayes.members.trunk import has_axes
@@ -91,6 +92,14 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         by_row = self.config.model_type in _BY_ROW
         return take_pictures(pictures, self._placeholders(input_ids), index, by_row=by_row, counts=counts)
 
+    def row_slices(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield a batch in pieces of whole rows; in one piece if it does not show which images belong to which row."""
+        pictures, ids = pictures_of(inputs), inputs.get("input_ids")
+        known = not pictures or COUNTS in inputs
+        if not known and ids is not None:
+            known = shows_owners(pictures, self._placeholders(ids), by_row=self.config.model_type in _BY_ROW)
+        yield from super().row_slices(inputs) if known else (inputs,)
+
     def _placeholders(self, input_ids: Tensor) -> Tensor:
         """Return [B], the number of placeholder tokens of images in each row."""
         return placeholders_of(input_ids, _image_token(self.config))
@@ -148,6 +157,9 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
 
     # -- generate's own hooks -------------------------------------------------------------------------------------
 
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        super()._validate_model_kwargs(_as_read(model_kwargs))
+
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
         positions: Tensor = cast(Any, self.core)._prepare_position_ids_for_generation(*args, **kwargs)
         return positions
@@ -166,7 +178,7 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         if pictures and expand_size > 1:
             assert input_ids is not None
             index = torch.arange(len(input_ids)).repeat_interleave(expand_size)
-            pictures = self._take_pictures(pictures, input_ids, index)
+            pictures = self._take_pictures(pictures, input_ids, index, kwargs.get(COUNTS))
         return ids, rest | pictures
 
     def inputs_beside(self, prompt: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
@@ -175,7 +187,7 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
             return {}
         index = torch.arange(len(ids)).repeat_interleave(len(sequences) // len(ids))
         tensors = tensors_in(prompt)
-        given = {name: tensors[name] for name in (*PICTURES, *_TYPES) if name in tensors}
+        given = {name: tensors[name] for name in (*PICTURES, *_TYPES, COUNTS) if name in tensors}
         found = self.take_rows({"input_ids": ids, **given}, index)
         del found["input_ids"]
         new = sequences.shape[1] - ids.shape[1]

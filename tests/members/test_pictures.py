@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import pickle
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -135,8 +138,44 @@ def test_batches_that_show_their_rows_are_collated_once(rows: list[list[tuple[in
 
 def test_images_that_change_with_each_reading_are_not_counted() -> None:
     rows = [[(4, 8), (8, 8)], [(8, 4)], [(4, 8), (4, 8)]]
-    found = CountedImages(lambda given: batch_of(given if len(given) > 1 else [given[0][:1]]), IMAGE)(rows)
-    assert COUNTS not in found
+
+    def fewer(given: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
+        """Read alone, a row has one image behind the same placeholders."""
+        batch = batch_of(given)
+        kept = 1 if len(given) == 1 else len(batch["pixel_values"])
+        return batch | {name: value[:kept] for name, value in pictures_of(batch).items()}
+
+    assert COUNTS not in CountedImages(fewer, IMAGE)(rows)
+
+
+def test_rows_that_change_with_each_reading_are_not_counted() -> None:
+    rows, calls = [[(4, 8), (8, 8)], [(8, 4)], [(4, 8)]], []
+
+    def swapped(given: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
+        """Read alone, the first row has one image, and the last one two: as many together."""
+        calls.append(given)
+        alone = {2: rows[2], 4: rows[0]}
+        return batch_of([alone[len(calls)]] if len(calls) in alone else given)
+
+    assert COUNTS not in CountedImages(swapped, IMAGE)(rows)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_collator_may_take_entries_out_of_its_rows(kind: type) -> None:
+    rows = [kind(images=images) for images in ([(4, 8), (8, 8)], [(8, 4)], [(4, 8), (4, 8)])]
+    counted = CountedImages(lambda given: batch_of([row.pop("images") for row in given]), IMAGE)
+    for _ in range(2):
+        assert counted(rows)[COUNTS].tolist() == [2, 1, 2]
+
+
+@pytest.mark.parametrize("form", [lambda ids: ids[:, None].repeat(1, 2, 1), lambda ids: ids.tolist()])
+def test_ids_of_another_form_are_not_counted(form: Callable[[torch.Tensor], Any]) -> None:
+    def given(rows: list[list[tuple[int, int]]]) -> dict[str, Any]:
+        batch = batch_of(rows)
+        return {**batch, "input_ids": form(batch["input_ids"])}
+
+    assert COUNTS not in CountedImages(given, IMAGE)([[(4, 8), (8, 8)], [(8, 4)]])
 
 
 @pytest.mark.parametrize("counts", [[2, 1], [1, 1, 1], [2, 1, 1, 1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.image_text import counting_images
+from hf_bayes.models.language.causal_members import CausalMembers
 from tests import multimodal, runs
 from tests.members.reference import scattered, separate_gradients
 from tests.models.trained import from_disk
@@ -133,6 +135,79 @@ def test_chains_with_rows_of_their_own_are_trained(tmp_path: Path) -> None:
         trainer.train()
         found.append(trainer.posterior.sample(None))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+def prompts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Prompts with the padding in front, with the numbers of their images and without."""
+    batch = collate(rows_of(dtype=torch.float32)[:4])
+    shifts = (batch["attention_mask"] == 0).sum(1).tolist()
+    for name in ("input_ids", "attention_mask"):
+        batch[name] = torch.stack([row.roll(shift) for row, shift in zip(batch[name], shifts, strict=True)])
+    del batch["labels"]
+    return {**batch, COUNTS: torch.tensor([2, 1, 1, 2])}, batch
+
+
+def test_beams_and_samples_take_the_images_that_are_counted() -> None:
+    bayesian = attach(multimodal.llava_next(), subspace="last_block", num_members=2).eval()
+    counted, batch = prompts()
+    settings = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    found = bayesian.generate(**counted, **settings, num_beams=2)
+    for row in range(4):
+        alone = bayesian.generate(**bayesian.take_rows(counted, torch.tensor([row])), **settings, num_beams=2)
+        assert torch.equal(found.sequences[row], alone.sequences[0])
+        torch.testing.assert_close(found.total[row], alone.total[0], rtol=1e-4, atol=1e-4)
+    assert len(bayesian.generate(**counted, max_new_tokens=2, do_sample=True, num_return_sequences=2)) == 8
+    with pytest.raises(ValueError, match=r"4 rows has 6 images.*as images_per_row"):
+        bayesian.generate(**batch, **settings, num_beams=2)
+
+
+def one_by_one(self: CausalMembers, model: Any, inputs: dict[str, Any], tensors_per_state: int) -> Iterator[Any]:
+    """The slices of a model without memory."""
+    for row in range(len(inputs["input_ids"])):
+        yield model.take_rows(inputs, torch.tensor([row]))
+
+
+def test_rows_with_images_that_are_not_counted_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bayesian = attach(multimodal.llava_next(), subspace="last_block", num_members=2).eval()
+    expected = bayesian.score(**prompts()[1]).total
+    monkeypatch.setattr(CausalMembers, "row_slices", one_by_one)
+    counted, batch = prompts()
+    assert [len(rows["input_ids"]) for rows in bayesian.row_slices(counted)] == [1, 1, 1, 1]
+    assert [len(rows["input_ids"]) for rows in bayesian.row_slices(batch)] == [4]
+    for inputs in (counted, batch):
+        torch.testing.assert_close(bayesian.score(**inputs).total, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+    text = {name: value for name, value in batch.items() if name in ("input_ids", "attention_mask")}
+    assert len(list(bayesian.row_slices(text))) == 4
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "counts"),
+    [
+        (SGHMCConfig(num_chains=2), {}, True),
+        (SGHMCConfig(num_chains=2), {"minibatch": "shared"}, True),  # parts of a batch give the noise
+        (SGHMCConfig(num_chains=2, measure_gradient_noise=False), {"minibatch": "shared"}, False),
+        (SGHMCConfig(num_chains=1, measure_gradient_noise=False), {}, False),
+    ],
+)
+def test_images_are_counted_only_where_updates_read_rows_apart(
+    tmp_path: Path, method: SGHMCConfig, fields: dict[str, Any], counts: bool
+) -> None:
+    trainer = runs.trainer(
+        tmp_path, method, train=Rows(), collator=collate, model=multimodal.llava_next(), subspace="last_block",
+        per_device_train_batch_size=8 // method.num_chains, remove_unused_columns=False, **fields,
+    )  # fmt: skip
+    assert (COUNTS in next(iter(trainer.get_train_dataloader()))) is counts
+
+
+def test_a_probe_and_held_out_rows_read_images_of_their_own_rows(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer = runs.trainer(
+        tmp_path, SGHMCConfig(num_chains=1), train=Rows(), collator=collate, model=multimodal.llava_next(),
+        subspace="last_block", remove_unused_columns=False, eval_dataset=Rows(), per_device_eval_batch_size=8,
+    )  # fmt: skip
+    assert all(COUNTS in batch for batch in trainer.rows.first_terms(100, most_rows=8))
+    expected = trainer.evaluate()["eval_nll"]
+    monkeypatch.setattr(CausalMembers, "row_slices", one_by_one)
+    assert trainer.evaluate()["eval_nll"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_model_without_images_keeps_its_collator() -> None:

@@ -118,7 +118,7 @@ FOURTH_REVIEW = (
           "if num_rows == 1:", "if False:",
           ("members/test_pictures.py::test_the_only_row_has_all_images",)),
     Fault("fourth: a stream does not restore the generators", "training/data/rows.py",
-          "self.stream.loader(self.countable()[1], before_update)", "self.stream.loader(self.countable()[1])",
+          "(self._data_of_updates()[1], before_update)", "(self._data_of_updates()[1])",
           ("training/test_private_hooks.py::test_a_collator_that_draws_resumes_in_a_stream[1]",)),
     Fault("fourth: generators are restored before the rows to skip", "training/private_hooks.py",
           "if update == self.state.global_step:", "if True:",

@@ -74,7 +74,8 @@ def _require_one_pass(model: Any, inputs: dict[str, Any], cache: Any) -> None:
         raise ValueError(
             f"a {type(cache).__name__} of this kind, or one that holds text already, is filled by all members in one "
             "pass, and these images need a pass for each member, because weights in the part that reads images are "
-            "random. Give the whole text at once with a DynamicCache of attention layers alone, or set use_cache=False"
+            "random. Give the whole text at once with a DynamicCache that has only attention layers, or set "
+            "use_cache=False"
         )
 
 

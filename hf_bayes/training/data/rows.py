@@ -166,13 +166,22 @@ class TrainingRows:
         dataset, collate = self.data()
         return dataset, counting_images(self.model, collate)
 
+    def _data_of_updates(self) -> tuple[Any, Callable[..., Any]]:
+        """Return ``countable`` if updates read some rows of a batch apart, and else ``data``: counting takes time.
+
+        They may if each chain reads rows of its own, and where the noise of a gradient is found from parts of a batch.
+        """
+        apart = not self.shared and len(self.mesh.chains) > 1
+        measures = self.requirements.gradient_variance != "none"
+        return self.countable() if apart or measures else self.data()
+
     def loader(self, *, shared_rows: bool = False) -> DataLoader[Any]:
         """Return batches for the chains of this process.
 
         Args:
             shared_rows: use the same rows for all chains.
         """
-        dataset, collate = self.countable()
+        dataset, collate = self._data_of_updates()
         if self.stream is not None:
             return self.stream.loader(collate)
         args, chains = self.host.args, None if shared_rows or self.shared else self.mesh.chains
@@ -200,7 +209,7 @@ class TrainingRows:
         if self.stream is None:
             return self.loader()
         self.stream.keep_first()
-        return self.stream.loader(self.countable()[1], before_update)
+        return self.stream.loader(self._data_of_updates()[1], before_update)
 
     def take(self, batches: Iterator[Any], count: int) -> list[Any]:
         """Return the next micro-batches. Micro-batches of a stream are checked here."""
@@ -273,7 +282,7 @@ class TrainingRows:
         """Return the first rows until they hold ``num_terms`` likelihood terms, at most ``most_rows`` of them."""
         if self.stream is not None:
             return [self.first()]
-        dataset, collate = self.data()
+        dataset, collate = self.countable()
         rows: list[Any] = []
         terms = 0
         with torch.random.fork_rng(devices=[]):  # a collator may be random
