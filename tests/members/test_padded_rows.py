@@ -88,7 +88,7 @@ def alone(row: int) -> dict[str, Tensor]:
 
 
 SUBSPACES = {"xlnet": "logits_proj|sequence_summary", "deberta": "last_layer"}
-"""Those whose last block is not one; the others take it."""
+"""These models take a subspace of their own; all others take "last_block"."""
 
 
 def bayesian_of(name: str) -> Any:

@@ -169,7 +169,7 @@ class WhitenedSampler:
         numbers = theta.new_full((rows,), MAX_STEP), theta, direction, zeros, theta.new_zeros(rows, 7)
         path = step_control.begin(theta.new_zeros(rows), 1)._replace(previous=zeros)
         own = Whitening(number.expand(rows, self.roots.size), *numbers, *laplace_trial.begin(theta), *path)
-        inner = self.sampler.init(zeros, spare_generators(rngs))  # thrown away
+        inner = self.sampler.init(zeros, spare_generators(rngs))  # a new one is made when the sampler starts
         blank = {name: zeros for name, value in inner._asdict().items() if value.shape == zeros.shape}
         return _joined(theta, own, inner._replace(**blank))
 
@@ -286,7 +286,7 @@ class WhitenedSampler:
     def _whitened(self, state: Any, theta: Tensor, grad_log_lik: Tensor) -> Tensor:
         """Return minus S' grad U at theta, from the gradient of the log-likelihood."""
         gradient = self.problem.prior.grad(theta)
-        gradient = self.config.prior_weight * gradient  # name by name: the one before is freed
+        gradient = self.config.prior_weight * gradient  # one name for all three, so that the earlier tensors are freed
         gradient = grad_log_lik + gradient
         return self.roots.transposed(state.root, gradient)
 

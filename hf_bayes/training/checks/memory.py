@@ -12,10 +12,8 @@ from hf_bayes.core.config import MethodConfig
 NUMBERS_PER_PARAMETER = 7
 """The numbers that a chain needs for each random parameter: positions and their copies, the gradient, the state.
 
-It is a lower bound for all methods, so a run that passes may still need more. Peaks that were measured on small Llamas
-range from 9.4 (SGHMC at a given learning rate, one draw, the last block) to 22 (SGHMC that finds its own step size, 4
-chains of LoRA) and 27 (``mean_field``, likewise). An update makes a new state beside the old one, so a peak is about
-twice the state, with the gradients and the copies.
+It is a lower bound for all methods, so a run that passes may still need several times as much: an update makes a new
+state beside the old one, and the states of some methods are larger.
 """
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

@@ -121,5 +121,6 @@ class Trials:
             trainer.save_model()
             metrics = {name: evaluation.metrics[name] for name in KEPT if name in evaluation.metrics}
             fitted = trainer.posterior.config.calibration
-            metrics |= {name: fitted[name] for name in ("temperature",) if name in fitted}  # a regression has none
+            if "temperature" in fitted:  # a regression has none
+                metrics["temperature"] = fitted["temperature"]
             return metrics, nll, evaluation.rows.terms.tolist()
