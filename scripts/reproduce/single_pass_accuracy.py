@@ -130,7 +130,12 @@ def structures() -> dict[str, Any]:
 
 # -- cost and memory ---------------------------------------------------------------------------------------------------
 
-SIZES = {(256, 6): ("last two", "all"), (384, 6): ("last two",), (384, 12): ("last two",)}
+SIZES = {
+    (256, 6): ("last two", "all"),
+    (384, 6): ("last two",),
+    (384, 12): ("last two",),
+    (768, 12): ("last two", "all"),
+}
 """(width, number of blocks) -> the blocks with a random LoRA."""
 
 ROUNDS = 7

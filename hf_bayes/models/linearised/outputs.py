@@ -31,14 +31,15 @@ from hf_bayes.models.linearised.output_covariance import head_covariance
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from hf_bayes.uncertainty.likelihoods import widened
 
-RECORD_BUDGET = {"cpu": 1 << 24}
-"""The largest number of elements in the inputs and output gradients of layers that are held at once, by estimate.
+RECORD_BUDGET = {"cpu": (1 << 24, 1 << 25)}
+"""The least and the most elements in the inputs and output gradients of layers that are held at once, by estimate.
 
-On a CPU a batch in parts takes as long as a whole one. Other devices, which small products leave idle, have
-``OTHER_BUDGET``.
+Between the two, a model may hold as many as it has weights. On a CPU, few positions at once take longer for each
+position if layers are wide. With more elements, the pass of a large model takes more memory than docs/single_pass.md
+says. Other devices, which small products leave idle, have ``OTHER_BUDGET``.
 """
 
-OTHER_BUDGET = 1 << 26
+OTHER_BUDGET = (1 << 26, 1 << 26)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def gaussian_outputs(
         single = as_single_model(model.members, mean)
         with torch.inference_mode(False), torch.enable_grad(), single, hooks.open(), skipping_zeros(model.members):
             number = model.num_outputs if directions is None else directions.number
-            size = None if head else _part_size(_record_size(hooks, inputs, number), inputs, model.theta.device)
+            size = None if head else _part_size(_record_size(hooks, inputs, number), inputs, _record_budget(model))
             parts = [
                 _of_batch(model, hooks, head, mean, covariance, part, directions) for part in _rows_of(inputs, size)
             ]
@@ -304,10 +305,16 @@ def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor, like: Tensor, 
     ]
 
 
-def _part_size(record_size: int, inputs: dict[str, Any], device: torch.device) -> int:
+def _record_budget(model: BayesianModel) -> int:
+    """Return how many elements may be held at once (``RECORD_BUDGET``)."""
+    least, most = RECORD_BUDGET.get(model.theta.device.type, OTHER_BUDGET)
+    return min(most, max(least, sum(parameter.numel() for parameter in model.model.parameters())))
+
+
+def _part_size(record_size: int, inputs: dict[str, Any], budget: int) -> int:
     """Return the number of rows of a part, so that all parts of the batch have about as many."""
     rows = shape_of_texts(inputs)[0]
-    most = max(1, RECORD_BUDGET.get(device.type, OTHER_BUDGET) // record_size)
+    most = max(1, budget // record_size)
     return -(-rows // -(-rows // most))
 
 

@@ -144,9 +144,26 @@ def test_a_batch_in_pieces_is_the_same_batch(monkeypatch: pytest.MonkeyPatch) ->
     with attach(model) as bayesian:
         gaussian = Gaussian(bayesian.theta.detach(), (random_covariance("kronecker", layout),))
         whole = gaussian_outputs(bayesian, gaussian, inputs)
-        monkeypatch.setitem(linearised.RECORD_BUDGET, "cpu", 1)
+        monkeypatch.setitem(linearised.RECORD_BUDGET, "cpu", (1, 1))
         pieces = gaussian_outputs(bayesian, gaussian, inputs)
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(whole, pieces, strict=True))
+
+
+@pytest.mark.parametrize(("budget", "parts"), [((1, 1), 5), ((1, 1 << 60), 3), ((1 << 60, 1 << 60), 1)])
+def test_a_pass_holds_as_much_as_the_weights(
+    budget: tuple[int, int], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lora_bert()
+    layout, inputs = select(model), models.batch(5, padding="right")
+    monkeypatch.setitem(linearised.RECORD_BUDGET, "cpu", budget)
+    with attach(model) as bayesian:
+        calls: list[int] = []
+        outputs = bayesian.outputs
+        monkeypatch.setattr(bayesian, "outputs", lambda inputs: calls.append(1) or outputs(inputs))
+        gaussian_outputs(
+            bayesian, Gaussian.diagonal(bayesian.theta.detach(), torch.ones(1, layout.dim, dtype=torch.float64)), inputs
+        )
+    assert len(calls) == parts
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
