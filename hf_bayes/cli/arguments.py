@@ -86,14 +86,28 @@ class ModelArguments:
                 f"{given[set_by_data[0]]!r}: leave it out"
             )
         fields = _named({**fields, **given})
-        with loading("the model", self.model_name_or_path):
-            config = AutoConfig.from_pretrained(self.model_name_or_path, **self._repository)
-        self._check_overrides(config)
+        self._check_overrides(self._config())
         with loading("the model", self.model_name_or_path):
             loaded = load_pretrained(
                 auto_class, self.model_name_or_path, dtype=self.dtype, **self._repository, **fields
             )
         return loaded
+
+    def class_names(self) -> list[str] | None:
+        """Return the names of the classes that the model already predicts, in their order; None if it names none.
+
+        Raises:
+            ValueError: for a folder that holds no model, or one with an adapter.
+        """
+        self._check()
+        config = self._config()
+        names = [name for _, name in sorted(config.id2label.items())]
+        has_head = any("ForSequenceClassification" in kind for kind in config.architectures or ())
+        return names if has_head and not all(name.startswith("LABEL_") for name in names) else None
+
+    def _config(self) -> Any:
+        with loading("the model", self.model_name_or_path):
+            return AutoConfig.from_pretrained(self.model_name_or_path, **self._repository)
 
     def load_language_model(self) -> PreTrainedModel:
         """Return the causal language model.

@@ -73,6 +73,7 @@ def classifier(
             numbers=labels.regression or args.noise_std is not None,
             max_length=labels.max_length,
             place=loaded.place,
+            known=model_args.class_names(),
         )
     found = model_args.load_model(AutoModelForSequenceClassification, **head)
     model, new, _ = found

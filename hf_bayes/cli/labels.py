@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,11 +59,13 @@ def labelled_text(
     numbers: bool = False,
     max_length: int | None = None,
     place: Callable[[str, int], str] | None = None,
+    known: Sequence[str] | None = None,
 ) -> LabelledText:
     """Encode texts (or pairs of texts) and their labels.
 
     A column of lists gives each text several labels (multi-label). Any other column gives each text one class. The
-    classes come from the data set's ``ClassLabel``, or else are the sorted distinct values of the training split.
+    classes come from the data set's ``ClassLabel``, or else are the sorted distinct values of the training split. If
+    the model already predicts classes of the same names, they keep its order, which is that of the rows of its head.
 
     Args:
         splits: rows of text. There must be a split "train".
@@ -73,6 +76,8 @@ def labelled_text(
         numbers: True if labels are numbers to predict (a regression) instead of classes. Decimal numbers always are.
         max_length: the largest number of tokens in a row. None uses the limit of the tokenizer.
         place: a function from a split and the number of a row to words for it, for errors.
+        known: the names of the classes that the model already predicts, in its order. If there are as many of them as
+            classes, and the names differ, there is a warning.
     Raises:
         ValueError: for a missing column, fewer than two classes, or a label that is missing, not finite in a
             regression, or not in the training split.
@@ -82,7 +87,7 @@ def labelled_text(
         for column in [text_column, *([] if pair_column is None else [pair_column])]:
             check_texts(split, column, f"the split {name!r}", place=None if place is None else partial(place, name))
         check_split(split, label_column, f"the split {name!r}")
-    labels = _labels_of(splits["train"], label_column, numbers=numbers)
+    labels = _labels_of(splits["train"], label_column, numbers=numbers, known=known)
     encode = _encoder(tokenizer, text_column, pair_column, max_length)
     encoded = DatasetDict()
     for name, split in splits.items():
@@ -167,7 +172,7 @@ def read_labels(values: Iterable[Any], labels: LabelReader, place: Callable[[int
     return answers
 
 
-def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
+def _labels_of(train: Dataset, column: str, *, numbers: bool, known: Sequence[str] | None) -> LabelReader:
     feature = train.features[column]
     if numbers:
         return NUMBERS
@@ -193,6 +198,9 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
         names = [str(value) for value in index]
     if len(names) < (1 if several else 2):
         raise ValueError(f"classification needs two classes or more, the column {column!r} has {names}")
+    ordered = _in_order_of(names, known)
+    index = {value: ordered.index(names[number]) for value, number in index.items()}
+    names = ordered
     head = {
         "num_labels": len(names),
         "problem_type": "multi_label_classification" if several else "single_label_classification",
@@ -208,6 +216,20 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
         return [float(number in chosen) for number in range(len(names))]
 
     return LabelReader(head, several_of, f"a list out of the {len(names)} labels ({some(names)})", advice)
+
+
+def _in_order_of(names: list[str], known: Sequence[str] | None) -> list[str]:
+    """Return the names in the order of the ``known`` ones if these are the same; warn if only their number is."""
+    if known is None or len(known) != len(names):  # the head of the model is then made anew
+        return names
+    if sorted(names) == sorted(known):
+        return list(known)
+    warnings.warn(
+        f"the model predicts {len(known)} classes ({some(known)}), and the data set has as many of other names "
+        f"({some(names)}): training goes on from the model's head, with the new names in its order. If the classes "
+        "are others, give a model without this head"
+    )
+    return names
 
 
 def classes_in(feature: Any) -> tuple[bool, dict[int, str] | None]:

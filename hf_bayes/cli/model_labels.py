@@ -14,6 +14,7 @@ from hf_bayes.cli.row_places import place_of
 from hf_bayes.posteriors.storage.json_types import as_list
 
 _ADVICE = "drop such rows, or name the column of the labels"
+_NUMBERS = "a .csv file reads 007 as 7, and 3 as 3.0 beside empty cells: write the names as texts in a .jsonl file, "
 
 
 def classes_of(rows: Dataset, names: Sequence[str], *, what: str, label_column: str = "label") -> list[int]:
@@ -29,7 +30,7 @@ def classes_of(rows: Dataset, names: Sequence[str], *, what: str, label_column: 
     """
     check_split(rows, label_column, what)
     expected = f"one of the {len(names)} classes of the model ({some(names)})"
-    reader = LabelReader({}, _class_reader(rows, label_column, names), expected, _ADVICE)
+    reader = LabelReader({}, _class_reader(rows, label_column, names), expected, _advice(rows, label_column, names))
     return read_labels(rows[label_column], reader, partial(place_of, what))
 
 
@@ -97,6 +98,12 @@ def numbers_of(rows: Dataset, count: int, *, what: str, label_column: str = "lab
 
     expected = "a finite number" if count == 1 else f"a list of {count} finite numbers"
     return read_labels(rows[label_column], LabelReader({}, read, expected, _ADVICE), partial(place_of, what))
+
+
+def _advice(rows: Dataset, column: str, names: Sequence[str]) -> str:
+    """Return the advice about a value that is no class."""
+    numbers = getattr(rows.features[column], "dtype", "").startswith(("int", "float"))
+    return (_NUMBERS if numbers and any(name.isdecimal() for name in names) else "") + _ADVICE
 
 
 def _class_reader(rows: Dataset, column: str, names: Sequence[str]) -> Callable[[Any], int]:

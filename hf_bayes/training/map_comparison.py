@@ -10,6 +10,9 @@ from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.adamw_estimate import adamw_estimate
 from hf_bayes.training.trainer_host import TrainerHost
 
+SHOWN = 1e-4
+"""The smallest difference of NLLs that is told: four decimal places are shown."""
+
 
 def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
     """Return a MAP estimate [1, d]: the posterior's first member, or mean, polished by AdamW on its own energy.
@@ -50,7 +53,7 @@ def compare(
         name: the name of the data set, with an underscore at its end; "" if there is only one.
     """
     of = f" ({name[:-1]})" if name else ""
-    if std_error is None or abs(nll - map_nll) <= 2 * std_error:
+    if std_error is None or abs(nll - map_nll) <= max(2 * std_error, SHOWN):
         host.say("held-out NLL%s: %.4f", of, nll)
     elif nll < map_nll:
         host.say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)

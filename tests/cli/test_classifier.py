@@ -39,6 +39,31 @@ def test_the_head_has_the_classes_of_the_data(tmp_path: Path) -> None:
     assert batches[0]["input_ids"].shape == batches[1]["input_ids"].shape  # padded to one length
 
 
+def test_classes_that_the_model_predicts_keep_its_order(tmp_path: Path) -> None:
+    base = tiny_bert(num_labels=3)
+    base.config.id2label = {0: "odd", 1: "even", 2: "none"}
+    base.config.label2id = {"odd": 0, "even": 1, "none": 2}
+    found = classifier(*parts(tmp_path, base, lora_rank=2))
+    assert found.model.config.id2label == base.config.id2label
+    assert found.train_dataset["labels"][:3] == [1, 0, 2]  # even, odd, none
+
+
+def test_other_classes_on_a_trained_head_are_named(tmp_path: Path) -> None:
+    base = tiny_bert(num_labels=3)
+    base.config.id2label = {0: "a", 1: "b", 2: "c"}
+    base.config.label2id = {"a": 0, "b": 1, "c": 2}
+    given = parts(tmp_path, base, lora_rank=2)
+    with pytest.warns(UserWarning, match=r"predicts 3 classes \(a, b, c\).*other names \(even, none, odd\)"):
+        assert classifier(*given).model.config.id2label == {0: "even", 1: "none", 2: "odd"}
+
+
+@pytest.mark.filterwarnings("error:the model predicts")
+def test_names_that_nobody_gave_are_no_classes(tmp_path: Path) -> None:
+    given = parts(tmp_path, tiny_bert(num_labels=3), lora_rank=2)
+    assert given[0].class_names() is None  # LABEL_0 and so on
+    assert classifier(*given).model.config.id2label == {0: "even", 1: "none", 2: "odd"}
+
+
 def test_all_parameters_that_are_new_are_learnt(tmp_path: Path) -> None:
     """Frozen ones would be random, and the posterior would not hold them."""
     found = classifier(*parts(tmp_path, masked_lm(), lora_rank=2))

@@ -24,6 +24,24 @@ def names_of(head: dict[str, Any]) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_rows_have_the_classes_of_the_known_order(
+    named: bool, several: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    values: list[Any] = ["x", "y", "z"]
+    kind: Any = Value("string")
+    if named:
+        values, kind = [0, 1, 2], ClassLabel(names=["x", "y", "z"])
+    rows = [[value] for value in values] if several else values
+    features = Features(text=Value("string"), label=List(kind) if several else kind)
+    train = Dataset.from_dict({"text": ["a", "b", "c"], "label": rows}, features=features)
+    encoded, head = labelled_text(DatasetDict(train=train), tokenizer, known=["z", "x", "y"])
+    assert names_of(head) == ["z", "x", "y"]
+    expected: list[Any] = [[0, 1, 0], [0, 0, 1], [1, 0, 0]] if several else [1, 2, 0]
+    assert encoded["train"]["labels"][:] == expected
+
+
 def columns(**values: list[Any]) -> DatasetDict:
     return DatasetDict(train=Dataset.from_dict({"text": ["a", "b", "c"][: len(values["label"])], **values}))
 

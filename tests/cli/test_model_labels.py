@@ -39,6 +39,12 @@ def test_a_label_that_is_no_class_of_the_model_is_refused(label: str | None) -> 
         classes_of(rows_of(["a", label], Value("string")), ["a", "b", "d", "None"], what="test.csv")
 
 
+@pytest.mark.parametrize("labels", [[10, 7], [10.0, None]])
+def test_names_that_a_table_has_read_as_numbers_are_explained(labels: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"a .csv file reads 007 as 7, .*write the names as texts .*, drop such rows"):
+        classes_of(rows_of(labels), ["007", "10"], what="test.csv")
+
+
 @pytest.mark.parametrize("read", [classes_of, label_vectors_of, tags_of])
 def test_an_unknown_class_label_is_not_the_last_class(read: Callable[..., Any]) -> None:
     # datasets writes -1 for an unknown label, as in the test splits of GLUE

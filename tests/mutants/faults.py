@@ -14,6 +14,7 @@ from tests.mutants.own_choices import OWN_CHOICES
 from tests.mutants.recommended import RECOMMENDED
 from tests.mutants.reviewed import REVIEWED
 from tests.mutants.second_review import SECOND_REVIEW
+from tests.mutants.seventh_review import SEVENTH_REVIEW
 from tests.mutants.sixth_review import SIXTH_REVIEW
 from tests.mutants.sixth_review_images import SIXTH_REVIEW_IMAGES
 from tests.mutants.sixth_review_memory import SIXTH_REVIEW_MEMORY
@@ -365,6 +366,7 @@ FAULTS = (
     *SIXTH_REVIEW_MEMORY,
     *SIXTH_REVIEW_IMAGES,
     *SIXTH_REVIEW_ROWS,
+    *SEVENTH_REVIEW,
     *LABEL_NOISE,
 )
 # fmt: on

@@ -134,6 +134,7 @@ def test_advice_on_a_worse_posterior_fits_the_method(
         (1.35, 0.05, True, False),
         (1.35, 0.1, False, False),
         (2.0, None, False, False),
+        (1.50004, 1e-7, False, False),  # both are shown as 1.5000
     ],
 )
 def test_a_difference_within_two_standard_errors_is_not_told(

@@ -45,7 +45,7 @@ def require_training_rows(dataset: Any, args: BayesianTrainingArguments, method:
             if missing
         ]
         if wrong:
-            raise ValueError(f"train_dataset ({type(dataset).__name__}) has no length: " + "; ".join(wrong))
+            raise ValueError(f"train_dataset ({type(dataset).__name__}) is a stream: " + "; ".join(wrong))
 
 
 def require_names_of_sets(given: Any) -> None:
@@ -75,7 +75,7 @@ def require_heldout(dataset: Any, method: MethodConfig, *, unit: str) -> None:
     if dataset is None:
         raise ValueError(f"{what}, got None: give eval_dataset=, or leave {setting} out")
     if is_stream(dataset):
-        raise ValueError(f"{what}, and {type(dataset).__name__} has no length: materialise it")
+        raise ValueError(f"{what}, and {type(dataset).__name__} is a stream: materialise it")
     least = method.requirements.least_rows(unit)
     if len(dataset) < least:
         reason = "half of them may decide for the others" if least == 2 else "fewer could not tell settings apart"

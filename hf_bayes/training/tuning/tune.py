@@ -237,7 +237,7 @@ def _check(train_dataset: Any, eval_dataset: Any) -> None:
     require_dataset(train_dataset, "train_dataset")
     if is_stream(train_dataset):
         raise ValueError(
-            f"tune runs every method on the same rows, and {type(train_dataset).__name__} has no length: materialise it"
+            f"tune runs every method on the same rows, and {type(train_dataset).__name__} is a stream: materialise it"
         )
     if eval_dataset is None or isinstance(eval_dataset, dict) or is_stream(eval_dataset):
         raise ValueError(

@@ -31,9 +31,9 @@ def test_a_stream_names_every_setting_that_it_needs(tmp_path: Path) -> None:
     stream = (row for row in runs.token_rows(2))
     fine = runs.arguments(tmp_path, num_data=7, minibatch="shared")
     require_training_rows(stream, fine, SGHMCConfig())
-    with pytest.raises(ValueError, match=r"\(generator\) has no length: pass num_data=.*; set max_steps.*; set minib"):
+    with pytest.raises(ValueError, match=r"\(generator\) is a stream: pass num_data=.*; set max_steps.*; set minib"):
         require_training_rows(stream, runs.arguments(tmp_path, max_steps=-1), SGHMCConfig())
-    with pytest.raises(ValueError, match="has no length: hmc needs all rows in every move: materialise it"):
+    with pytest.raises(ValueError, match="is a stream: hmc needs all rows in every move: materialise it"):
         require_training_rows(stream, fine, HMCConfig())
 
 
@@ -43,7 +43,7 @@ def test_a_stream_names_every_setting_that_it_needs(tmp_path: Path) -> None:
         (None, "got None: give eval_dataset="),
         ({"test": [1, 2]}, r"none of its data sets \(test\) is named 'heldout'"),
         ([1], "needs at least 2, got 1"),
-        (iter([1, 2]), "has no length: materialise it"),
+        (iter([1, 2]), "is a stream: materialise it"),
     ],
 )
 def test_held_out_rows_are_two_or_more_that_can_be_counted(dataset: Any, message: str) -> None:

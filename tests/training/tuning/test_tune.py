@@ -158,7 +158,7 @@ def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
         ({"eval_dataset": learnable(199, 1)}, r"199 rows, too few to choose by.* at least 200 .*--validation_fraction"),
         ({"eval_dataset": None}, "one data set with a length, got NoneType"),
         ({"eval_dataset": {"a": learnable(200, 1)}}, "one data set with a length, got dict"),
-        ({"train_dataset": iter(learnable(80, 0))}, "generator has no length: materialise it"),
+        ({"train_dataset": iter(learnable(80, 0))}, "generator is a stream: materialise it"),
         ({"train_dataset": None}, "train_dataset must be a list or data set of rows"),
         (
             {"eval_dataset": learnable(200, 1).map(lambda row: {"labels": 7})},
