@@ -11,6 +11,12 @@ Total is the discrete semantic entropy of Farquhar et al. 2024 on the answers of
 An entropy of shares is too low on average: by about (K - 1) / 2n for K clusters and n answers. H[p_m] has n = S and
 H[q] has n = M S, so *epistemic is too high*: by about (K - 1)(1 - 1/M) / 2S for equal members. ``corrected`` adds these
 terms (Miller 1955), and holds epistemic to [0, log M].
+
+The correction is too small, because n answers do not show all K clusters, and because values below 0 become 0. In 500
+repetitions with M = 4 and K of 3 or 5, it removed the following parts of the bias. Members that are sure (one meaning
+with probability .9) have the lowest part, and members that are unsure the highest:
+
+    S = 5: 12 % to 51 %,   S = 10: 22 % to 69 %,   S = 20: 41 % to 81 %.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ def semantic_entropy(
     Args:
         answers: the answers of each member to one prompt, the same number for each.
         equivalent: decides which answers mean the same (``decide.equivalence``).
-        corrected: True to correct the bias of entropies of shares.
+        corrected: True to remove a part of the bias of entropies of shares.
     Raises:
         ValueError: for members without answers, or with different numbers of them.
     """

@@ -70,8 +70,7 @@ class AnswerPass(CausalPass):
         labels, mask = batch["labels"], batch.get("attention_mask")
         if mask is None:  # what follows an answer may be padding; no term reads it
             mask = batch["completion_mask"].flip(2).cumsum(2).flip(2) > 0
-        is_term = self.likelihood.is_term(labels)
-        self._begin({**batch, "attention_mask": mask}, is_term)
+        is_term = self._begin({**batch, "attention_mask": mask}, labels)
         with self.hooks.one_row(0):  # nothing is differentiated here, and the head has no rows of the batch
             reference = _reference(model, batch, texts, tokens)
         hidden, output = model.head.hidden(texts)

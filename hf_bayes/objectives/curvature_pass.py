@@ -34,7 +34,10 @@ PASSES: dict[str, type[CurvaturePass]] = {"outputs": OutputPass, "token": Causal
 """``BayesianModel.term_kind`` -> the pass for such terms."""
 
 TRUE = EmpiricalFisherOfRows()
-"""The VJPs of the scores at the data's labels. Their sum over rows is the gradient of the log-likelihood."""
+"""The VJPs of the scores at the data's labels, whose sum over rows is the gradient of the log-likelihood.
+
+The VJP of a row of weight w is the gradient divided by sqrt(w). ``GradientSum`` and ``RowGradients`` multiply by it.
+"""
 
 
 class NothingToExpand(ValueError):

@@ -53,13 +53,15 @@ class CurvaturePass:
         """Return the log-likelihood of a batch, differentiable in the random parameters, and its number of terms."""
         raise AssertionError("a pass defines log_lik_of")
 
-    def _begin(self, batch: dict[str, Any], is_term: Tensor) -> None:
-        rows, _ = shape_of(batch)
+    def _begin(self, batch: dict[str, Any], labels: Tensor) -> Tensor:
+        """Begin a batch, given the labels of its terms. Return ``is_term``."""
+        (rows, _), is_term, weights = shape_of(batch), self.likelihood.is_term(labels), self.likelihood.weights(labels)
         self.hooks.begin(batch, is_term if is_term.ndim == 2 else None)
         for _, accumulators in self.jobs:
             for accumulator in accumulators:
-                accumulator.begin(rows)
+                accumulator.begin(rows, weights)
         self.num_terms += int(is_term.sum())
+        return is_term
 
     def _vjps(self, num_outputs: int, num_ordinals: int) -> list[tuple[Estimator, int, list[Accumulator]]]:
         """Return (estimator, number of the VJP, accumulators) for every VJP of a batch."""
@@ -103,8 +105,7 @@ class OutputPass(CurvaturePass):
     def add_batch(self, batch: dict[str, Any]) -> None:
         inputs = dict(batch)
         labels = inputs.pop("labels")
-        is_term = self.likelihood.is_term(labels)
-        self._begin(inputs, is_term)
+        is_term = self._begin(inputs, labels)
         logits = self.model.outputs(inputs)[0]
         self.model.check_labels(logits[None], labels[None])
         flat, index = logits.flatten(0, -2), is_term.flatten().nonzero()[:, 0]
@@ -164,9 +165,8 @@ class CausalPass(CurvaturePass):
             mask = self.likelihood.is_term(labels).flip(1).cumsum(1).flip(1) > 0
         labels = next_tokens(labels, inputs.get("attention_mask"))
         inputs.pop("logits_to_keep", None)
-        is_term = self.likelihood.is_term(labels)
+        is_term = self._begin({**inputs, "attention_mask": mask}, labels)
         ordinals = is_term.cumsum(1) - 1
-        self._begin({**inputs, "attention_mask": mask}, is_term)
         hidden, output = head.hidden(inputs)
         index = is_term.flatten().nonzero()[:, 0]
         vocabulary = self.model.core.get_output_embeddings().weight.shape[0]

@@ -48,7 +48,7 @@ class RowGradients(RowSum):
         return []
 
     def _take(self, rows: Tensor) -> None:
-        self.batches.append(rows.clone())
+        self.batches.append(self._rooted(rows.clone(), slice(None)))
 
     def result(self) -> Curvature:
         raise AssertionError("row gradients are no curvature")

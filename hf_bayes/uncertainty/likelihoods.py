@@ -105,6 +105,10 @@ class Likelihood(ABC):
         # [N] without columns may be no shape of these labels; counted here, it is refused in words beside the logits
         return torch.ones(labels.shape[:-1] or labels.shape, dtype=torch.bool, device=labels.device)
 
+    def weights(self, labels: Tensor) -> Tensor | None:
+        """Return [..., N], the weights of the terms whose labels are [..., N, C]; None if each term counts once."""
+        return None
+
     @abstractmethod
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that labels may have, given the shape [..., C] of the logits."""

@@ -15,10 +15,12 @@ from tests.tiny_models import tiny_tokenizer
 NUM_MEMBERS, NUM_ANSWERS, NUM_DRAWS = 4, 20, 300
 
 
-def mean_epistemic(*, corrected: bool) -> float:
-    """Return the mean over draws for members that are alike: each answers "a", "b" or "c" with equal probability."""
+def mean_epistemic(
+    *, corrected: bool, num_answers: int = NUM_ANSWERS, probs: tuple[float, ...] = (1.0, 1.0, 1.0)
+) -> float:
+    """Return the mean over draws for members that are alike: each answers "a", "b" or "c" with these odds."""
     random_ = random.Random(0)
-    draws = [[random_.choices("abc", k=NUM_ANSWERS) for _ in range(NUM_MEMBERS)] for _ in range(NUM_DRAWS)]
+    draws = [[random_.choices("abc", probs, k=num_answers) for _ in range(NUM_MEMBERS)] for _ in range(NUM_DRAWS)]
     return sum(semantic_entropy(answers, corrected=corrected).epistemic.item() for answers in draws) / NUM_DRAWS
 
 
@@ -45,6 +47,13 @@ def test_equal_members_have_nearly_no_corrected_eu() -> None:
 def test_the_bias_without_correction_is_the_one_that_is_stated() -> None:
     """The broken twin of the test above."""
     assert mean_epistemic(corrected=False) == pytest.approx(0.0375, rel=0.2)  # 4 standard errors are 0.15
+
+
+@pytest.mark.parametrize(("probs", "removed"), [((0.9, 0.05, 0.05), 0.12), ((1.0, 1.0, 1.0), 0.51)])
+def test_five_answers_leave_half_of_the_bias_or_more(probs: tuple[float, ...], removed: float) -> None:
+    raw, corrected = (mean_epistemic(corrected=value, num_answers=5, probs=probs) for value in (False, True))
+    # the true value is 0. A mean of 300 values whose spread is their size has an error of 6 %, and both share the draws
+    assert 1 - corrected / raw == pytest.approx(removed, abs=0.06)
 
 
 def test_each_member_answers_alone() -> None:

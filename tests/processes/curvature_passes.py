@@ -17,6 +17,7 @@ from hf_bayes.methods.laplace import gradient_estimate
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.curvature_pass import run_curvature_pass
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests import runs
 from tests.tiny_models import tiny_bert, tiny_gpt2, with_lora
 
@@ -27,7 +28,7 @@ def curvature_passes() -> dict[str, Tensor]:
     deaf.sum_over_data = lambda tensor: tensor
     found: dict[str, Tensor] = {}
     for name, processes in (("look", mesh), ("deaf", deaf)):
-        for make in (_of_a_language_model, _of_a_classifier, _of_a_fit):
+        for make in (_of_a_language_model, _of_a_classifier, _of_weighted_rows, _of_a_fit):
             found |= {f"{name}/{key}": tensor.contiguous() for key, tensor in make(processes).items()}
     return found
 
@@ -72,6 +73,25 @@ def _of_a_classifier(mesh: ChainMesh) -> dict[str, Tensor]:
             spec = CurvatureSpec(estimator=estimator, structure="full")
             found = run_curvature_pass(model, model.theta[0].detach(), batches, len(rows), spec, mesh=mesh)
             tensors[estimator] = found.curvature.dense()
+    return tensors
+
+
+def _of_weighted_rows(mesh: ChainMesh) -> dict[str, Tensor]:
+    rows = runs.label_rows(9)
+
+    def batches(numbers: Any) -> Any:
+        for number in numbers:
+            batch = default_data_collator([rows[number]])
+            # row 0 has the weight 0
+            yield batch | {"labels": torch.stack([batch["labels"].double(), torch.tensor([number / 4.0])], 1)}
+
+    tensors: dict[str, Tensor] = {}
+    small = tiny_bert(dtype=torch.float64, hidden_size=4, intermediate_size=6)
+    with attach(small, subspace="last_layer", likelihood=Weighted()) as model:
+        for structure in STRUCTURES:
+            spec = CurvatureSpec(structure=structure, estimator="ef_sequence")
+            found = run_curvature_pass(model, model.theta[0].detach(), batches, len(rows), spec, mesh=mesh)
+            tensors[f"weighted/{structure}"] = found.curvature.dense()
     return tensors
 
 

@@ -158,8 +158,9 @@ def test_different_rows_on_processes_that_share_a_chain_matter(launches):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_laplace_pass_on_shared_rows_equals_one_process(launches, processes):
     found, expected = launches[processes].find("look/"), launches[1].find("look/")
-    # seven combinations with gradients and sums, a classifier's full GGN and Hessian, what fit_laplace makes and says
-    assert len(found) == 33
+    # seven combinations with gradients and sums, a classifier's full GGN and Hessian, five structures of rows with
+    # weights, what fit_laplace makes and says
+    assert len(found) == 38
     for name, values in found.items():
         assert len(values) == processes
         for value in values:

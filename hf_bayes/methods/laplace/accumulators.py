@@ -2,6 +2,9 @@
 
 A vector-Jacobian product (VJP, see ``estimators``) gives the input and output gradient of each module. All sums are
 over rows. So the result does not depend on batches, gradient accumulation or the number of processes.
+
+The VJP of a row of weight w has the factor sqrt(w), so that its outer product has the factor w. A sum of anything else
+than outer products takes the weights from ``begin``.
 """
 
 from __future__ import annotations
@@ -59,6 +62,8 @@ class Accumulator(ABC):
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         self.layout, self.like = layout, like
+        self.num_rows = 0
+        self.roots: Tensor | None = None
 
     @abstractmethod
     def add(self, record: Any) -> None:
@@ -71,8 +76,20 @@ class Accumulator(ABC):
     def result(self) -> Curvature:
         """Return the curvature from the sums."""
 
-    def begin(self, num_rows: int) -> None:  # noqa: B027
-        """Begin a batch of ``num_rows`` rows."""
+    def begin(self, num_rows: int, weights: Tensor | None = None) -> None:
+        """Begin a batch of ``num_rows`` rows.
+
+        Args:
+            weights: [num_rows] the weights of the rows; None if each row counts once.
+        """
+        self.num_rows = num_rows
+        self.roots = None if weights is None else weights.to(self.like).sqrt()
+
+    def _rooted(self, values: Tensor, rows: slice) -> Tensor:
+        """Return ``values`` [R, ...] of some rows of the batch, multiplied by the roots of the rows' weights."""
+        if self.roots is None:
+            return values
+        return values * self.roots[rows].to(values.dtype).view(-1, *[1] * (values.ndim - 1))
 
     @abstractmethod
     def tensors(self) -> Iterable[Tensor]:
@@ -107,6 +124,7 @@ class GradientSum(Accumulator):
 
     def add(self, record: Any) -> None:
         layer: Layer = record.layer
+        record = record._replace(g=self._rooted(record.g, record.rows))
         if layer.linear:
             x, g = record.x.flatten(0, 1)[None], record.g.flatten(0, 1)[None]
             parts = [layer.row_gradients(x, g, self.like.dtype)]
@@ -138,11 +156,7 @@ class DiagonalSum(Accumulator):
         super().__init__(layout, like)
         shapes = layout.named_shapes
         self.sums = {name: like.new_zeros(shapes[name]) for name in (layout.names if names is None else names)}
-        self.num_rows = 0
         self.shared: dict[str, Tensor] = {}
-
-    def begin(self, num_rows: int) -> None:
-        self.num_rows = num_rows
 
     def add(self, record: Any) -> None:
         require_once(record)
@@ -172,7 +186,8 @@ class DiagonalSum(Accumulator):
 class RowSum(Accumulator):
     """The base of structures that mix modules: it holds the whole gradient [B, d] of each row of a VJP."""
 
-    def begin(self, num_rows: int) -> None:
+    def begin(self, num_rows: int, weights: Tensor | None = None) -> None:
+        super().begin(num_rows, weights)
         self.rows = self.like.new_zeros(num_rows, self.layout.dim)
 
     def add(self, record: Any) -> None:

@@ -11,6 +11,9 @@ and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
     ef_token     H = sum_terms (grad of the term's log-likelihood)(...)': random signs on the terms, since
                  E (sum_t s_t g_t)(sum_t s_t g_t)' = sum_t g_t g_t', or with num_samples=None one VJP per term
 
+A row of weight w has w log p in place of log p. Its score has the factor w, and its outer product must have the factor
+w, too, as w copies of the row have. So the empirical Fisher matrices divide the score by sqrt(w).
+
 For categorical, Bernoulli and Gaussian likelihoods in their natural parameters the GGN is the conditional Fisher matrix
 (posteriors app. A.1; Martens 2020). Scores at the model's own labels are independent over terms and have mean zero, so
 the terms of a row share a backward pass there, too. The Hessian is not a sum of outer products: the curvature pass
@@ -74,7 +77,7 @@ class EmpiricalFisherOfRows:
         return 1
 
     def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
-        return likelihood.score(terms.logits, terms.labels)
+        return _score_of_data(terms, likelihood)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class SignedEmpiricalFisher:
     def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
         uniforms = terms.uniforms[vjp].flatten(1)[:, :1] if terms.uniforms.ndim == 3 else terms.uniforms[vjp][:, None]
         signs = torch.where(uniforms < 0.5, -1.0, 1.0)
-        score = likelihood.score(terms.logits, terms.labels)
+        score = _score_of_data(terms, likelihood)
         return score * signs.to(score.dtype) / math.sqrt(self.num_draws)
 
 
@@ -103,7 +106,7 @@ class EmpiricalFisherOfTerms:
         return num_ordinals
 
     def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
-        score = likelihood.score(terms.logits, terms.labels)
+        score = _score_of_data(terms, likelihood)
         return score * (terms.ordinals == vjp).to(score.dtype)[:, None]
 
 
@@ -134,6 +137,14 @@ class ExactGGN:
         ordinal, column = divmod(vjp, likelihood.num_root_columns(terms.logits.shape[-1]))
         root = likelihood.fisher_root(terms.logits, column)
         return root * (terms.ordinals == ordinal).to(root.dtype)[:, None]
+
+
+def _score_of_data(terms: Terms, likelihood: Likelihood) -> Tensor:
+    """Return [n, C]: the scores at the data's labels, each divided by the root of its weight."""
+    score, weights = likelihood.score(terms.logits, terms.labels), likelihood.weights(terms.labels)
+    if weights is None:
+        return score
+    return score * weights.masked_fill(weights == 0, 1).rsqrt().to(score.dtype)[:, None]  # a score of weight 0 is 0
 
 
 def build_estimator(name: str, num_samples: int | None) -> Estimator:

@@ -13,6 +13,8 @@ alike.
 Padding does not count as a position. A classifier's head that scores every token has one position per row, the one
 that is used. A causal model's head has one position for each likelihood term.
 
+A row of weight w counts w times in both sums and in np and n, as w copies of it would.
+
 "kronecker_corrected" (EK-FAC, George et al. 2018) keeps the eigenspaces of a K-FAC and replaces its eigenvalues by the
 second moments of the rows' gradients in these spaces. All directions in which a factor is 0 form one eigenspace.
 Rounding determines its basis, so these directions share the mean of their moments. With "expand" the moments are 0.
@@ -149,8 +151,9 @@ class KroneckerSum(Accumulator):
         found = _fallbacks(layout, layers, max_factor)
         self.fallbacks = {name: reason for name, reason in found.items() if self.biases.get(name) in (None, *found)}
 
-    def begin(self, num_rows: int) -> None:
-        self.rest.begin(num_rows)
+    def begin(self, num_rows: int, weights: Tensor | None = None) -> None:
+        super().begin(num_rows, weights)
+        self.rest.begin(num_rows, weights)
 
     def end_vjp(self) -> None:
         self.rest.end_vjp()
@@ -180,18 +183,20 @@ class KroneckerSum(Accumulator):
         own = self.sources[layer.weight][0]
         if not record.first or self._owners().get(own) != layer.weight:
             return
-        x = record.x.to(self.like.dtype)
+        x = self._rooted(record.x.to(self.like.dtype), record.rows)
+        copies = self._rooted(self._rooted(x.new_ones(x.shape[:2]), record.rows), record.rows)  # [R, P] weights
         if self.sharing == "reduce":
-            x = by_text(x, record.num_texts)
-            weight = torch.ones_like(x[..., 0]) if valid is None else valid.to(x.dtype)
-            count = weight.sum(1, keepdim=True)
-            x = x * (weight / count.clamp_min(1))[..., None]
+            x, copies = by_text(x, record.num_texts), by_text(copies, record.num_texts)
+            used = torch.ones_like(x[..., 0]) if valid is None else valid.to(x.dtype)
+            count = used.sum(1, keepdim=True)
+            x = x * (used / count.clamp_min(1))[..., None]
             self._add_size(own, x.abs().sum(1))
             rows = x.sum(1)
-            number = float((count > 0).sum())
+            number = float(copies[:, :1][count > 0].sum())
         else:
             rows = x.flatten(0, 1) if valid is None else x[valid]
-            number = float(len(rows))
+            counted = copies if valid is None else copies[valid]
+            number = float(len(rows) if self.roots is None else counted.sum())  # a sum waits for the device
         self._add_moment(self.inputs, own, rows)
         self.counts[own] = self.counts.get(own, 0.0) + number
 
@@ -269,7 +274,7 @@ class KroneckerSum(Accumulator):
 
     def result(self) -> KroneckerCurvature:
         """Return the K-FAC curvature. This frees the factors, so it works only once."""
-        counts = {name: max(self.counts[source], 1.0) for name, (source, _) in self.sources.items()}
+        counts = {name: self.counts[source] or 1.0 for name, (source, _) in self.sources.items()}
         counts |= dict.fromkeys(self.biases, 1.0)
         spectra = self._spectra()
         blocks: list[KroneckerFactors | DiagonalFactor] = []

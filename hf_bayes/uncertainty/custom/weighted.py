@@ -112,6 +112,9 @@ class WeightedRows(Likelihood):
     def is_term(self, labels: Tensor) -> Tensor:
         return self.inner.is_term(self.parts(labels)[0])
 
+    def weights(self, labels: Tensor) -> Tensor:
+        return self.parts(labels)[1]
+
     def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         lead = logits_shape[:-1]
         inner = self.inner.label_shapes(logits_shape)

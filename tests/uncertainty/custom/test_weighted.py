@@ -38,6 +38,8 @@ def test_a_weight_multiplies_log_likelihood_and_score(name: str) -> None:
     )
     parts = found.log_prob_parts(outputs[None], joined[None])
     assert torch.equal(parts.sum(-1), inner.log_prob(outputs[None], labels[None]))  # a weight is no part of a label
+    assert torch.equal(found.weights(joined), weights)
+    assert inner.weights(labels) is None
     terms = found.is_term(joined)
     assert torch.equal(terms, inner.is_term(labels))
     expected = weights[terms, None] * inner.score(outputs[terms], labels[terms])
