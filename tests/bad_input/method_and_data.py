@@ -52,27 +52,27 @@ METHOD_AND_DATA = [
     # the data set
     Refused("data", "empty data", training(train=Dataset.from_list([])), ("train_dataset has 0 rows", "N is needed")),
     Refused("data", "no data", lambda out: custom_none(out), ("training needs a train_dataset", "got None")),
-    Refused("data", "a stream", training(train=Stream(), max_steps=-1), ("no length", "cannot infer N", "num_data=")),
+    Refused("data", "a stream", training(train=Stream(), max_steps=-1), ("is a stream", "cannot infer N", "num_data=")),
     Refused(
-        "data", "a stream, chain by chain", training(train=Stream(), num_data=7.0), ("no length", "minibatch='shared'")
+        "data", "a stream, chain by chain", training(train=Stream(), num_data=7.0), ("is a stream", "minibatch='shared'")
     ),
     Refused(
         "data",
         "a stream without end",
         training(train=Stream(), num_data=7.0, minibatch="shared", max_steps=-1),
-        ("no length", "set max_steps"),
+        ("is a stream", "set max_steps"),
     ),
     Refused(
         "data",
         "a stream for an exact kernel",
         training(method=HMCConfig(num_chains=1), train=Stream(), num_data=7.0, minibatch="shared"),
-        ("no length", "hmc needs all rows", "materialise it"),
+        ("is a stream", "hmc needs all rows", "materialise it"),
     ),
     Refused(
         "data",
         "a stream for a second look",
         training(method=LaplaceConfig(), train=Stream(), num_data=7.0, minibatch="shared"),
-        ("no length", "laplace passes over all rows once more", "materialise it"),
+        ("is a stream", "laplace passes over all rows once more", "materialise it"),
     ),
     Refused("data", "no labels", training(train=[{"input_ids": [5, 6, 7]}] * 4), ("no labels", "input_ids")),
     # counts
