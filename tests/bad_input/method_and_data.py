@@ -54,7 +54,10 @@ METHOD_AND_DATA = [
     Refused("data", "no data", lambda out: custom_none(out), ("training needs a train_dataset", "got None")),
     Refused("data", "a stream", training(train=Stream(), max_steps=-1), ("is a stream", "cannot infer N", "num_data=")),
     Refused(
-        "data", "a stream, chain by chain", training(train=Stream(), num_data=7.0), ("is a stream", "minibatch='shared'")
+        "data",
+        "a stream, chain by chain",
+        training(train=Stream(), num_data=7.0),
+        ("is a stream", "minibatch='shared'"),
     ),
     Refused(
         "data",
