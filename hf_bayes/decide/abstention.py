@@ -15,7 +15,7 @@ from hf_bayes.fit.finished_models import check_rows_and_batch_size, labelled_bat
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading.posterior import read
-from hf_bayes.models.predictors import Predictive, num_averaged
+from hf_bayes.models.predictors import Predictive
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Likelihood, widened
@@ -118,11 +118,7 @@ def rule_for(model: BayesianModel, abstain: bool | Abstention, measures: Collect
 
 def _origin(model: BayesianModel) -> dict[str, Any]:
     """Return the prediction, number of members and temperature that a threshold belongs to."""
-    return {
-        "num_members": num_averaged(model.predictor, model.num_members),
-        "prediction": model.predictor.prediction,
-        "temperature": model.mixture_temperature,
-    }
+    return {**model.predicted_by._asdict(), "temperature": model.mixture_temperature}
 
 
 def _require_origin(rule: Abstention, model: BayesianModel) -> None:

@@ -26,7 +26,6 @@ from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading.posterior import read
 from hf_bayes.models.loading.student_network import network_of
-from hf_bayes.models.predictors import num_averaged
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import without_fits
 from hf_bayes.posteriors.student import DISTILLED, NETWORKS
@@ -145,8 +144,7 @@ def _distil(
         "output": reader.output,
         "hidden_size": targets.hidden.shape[-1],
         "width": width,
-        "prediction": model.predictor.prediction,
-        "num_members": num_averaged(model.predictor, len(model.theta)),
+        **model.predicted_by._asdict(),
         "num_terms": int((~is_heldout).sum()),
         "report": report,
     }

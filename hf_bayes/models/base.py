@@ -21,12 +21,12 @@ from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.quantised import guard
-from hf_bayes.models.current_members import CurrentMembers, share_of, stored_temperature
+from hf_bayes.models.current_members import CurrentMembers, share_of, stored_temperature, warn_of_lost_temperature
 from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.loading.base_model import core_of, num_labels_of, refuse_foreign
 from hf_bayes.models.loading.posterior import loaded
-from hf_bayes.models.predictors import MemberLogLik, Predictor, Reader, Readings, num_averaged
+from hf_bayes.models.predictors import MemberLogLik, PredictedBy, Predictor, Reader, Readings
 from hf_bayes.models.refusals import refuse_distilled, refuse_likelihood, refuse_settings, refuse_theta
 from hf_bayes.models.restoration import Restoration
 from hf_bayes.posteriors.hub import LOCATION, Location
@@ -184,21 +184,14 @@ class BayesianModel(HostMethods):
         self.likelihood = without_weights(self.likelihood)
 
     def _use(self, predictor: Predictor) -> Self:
-        """Predict by this predictor, at the stored temperature of the mixture if it was fitted for this prediction."""
+        """Predict by this predictor. Warn if the stored temperature of the mixture is not that of its predictions."""
         self.predictor = predictor
-        stored = {} if self.posterior is None or not self.calibrated else self.posterior.config.calibration
-        own = predictor.imitates or (predictor.prediction, num_averaged(predictor, len(self.theta)))
-        self.current_members.own_temperature = stored_temperature(stored, *own)
+        warn_of_lost_temperature(self.posterior if self.calibrated else None, predictor.imitates or self.predicted_by)
         return self
 
     def _predictor_by(self, link: str | None) -> Predictor:
         """Return the predictor for ``link``; None means by members."""
         raise AssertionError("the task's class defines _predictor_by")
-
-    @property
-    def is_linearised(self) -> bool:
-        """True if predictions are linear in theta."""
-        return self.predictor.prediction.startswith("linearised")
 
     @property
     def is_closed_form(self) -> bool:
@@ -212,13 +205,20 @@ class BayesianModel(HostMethods):
 
     @property
     def num_members(self) -> int:
-        """The number M of members that evaluation and generation use."""
+        """The number M of members that evaluation and generation use in this process."""
         return len(self.current)
+
+    @property
+    def predicted_by(self) -> PredictedBy:
+        """The way in which evaluation and generation predict, and the number of members in all processes."""
+        averaged = self.num_members * self.member_group.size if self.predictor.averages_members else 0
+        return PredictedBy(self.predictor.prediction, averaged)
 
     @property
     def mixture_temperature(self) -> float:
         """The temperature t of the mixture that predictions use (``uncertainty.mixture_temperature``)."""
-        return self.current_members.temperature
+        shown, own = self.current_members.replacement, self.predictor.imitates or self.predicted_by
+        return shown.temperature if shown else stored_temperature(self.posterior if self.calibrated else None, own)
 
     @property
     def member_group(self) -> LocalMembers:

@@ -14,7 +14,7 @@ from hf_bayes.members.mesh import ChainMesh
 from hf_bayes.metrics.calibration import NUM_GROUPS, Calibration, GroupSums, fit_calibration
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.prediction_state import PredictionState
-from hf_bayes.models.predictors import Predictive, num_averaged
+from hf_bayes.models.predictors import Predictive
 from hf_bayes.posteriors.posterior import Posterior
 
 
@@ -57,7 +57,6 @@ def calibration_by_number(
     return calibration_of(
         model,
         batches(rows[mesh.data_rank :: mesh.data_size]),
-        num_members=model.num_members * mesh.chain_size,
         numbers=itertools.count(mesh.data_rank, mesh.data_size),
         add_up=lambda sums: sums.copy_(mesh.sum_over_data(sums.to(mesh.device))),
     )
@@ -67,7 +66,6 @@ def calibration_of(
     model: BayesianModel,
     batches: Iterable[dict[str, Any]],
     *,
-    num_members: int | None = None,
     numbers: Iterator[int] | None = None,
     add_up: Callable[[Tensor], Any] = lambda sums: None,
 ) -> Calibration:
@@ -75,7 +73,6 @@ def calibration_of(
 
     Args:
         batches: held-out rows with ``labels``.
-        num_members: the number of members in all processes; None if all are in this one.
         numbers: the number of each row, which decides on its group; None counts the rows.
         add_up: adds a tensor up over the processes that have other rows, in place.
     Raises:
@@ -84,7 +81,7 @@ def calibration_of(
     sums = heldout_sums(model, batches, numbers=numbers)
     add_up(sums.curves)
     add_up(sums.terms)
-    return fit_to(model, sums, num_members=num_members)
+    return fit_to(model, sums)
 
 
 def heldout_sums(
@@ -107,14 +104,9 @@ def heldout_sums(
     return sums
 
 
-def fit_to(model: BayesianModel, sums: GroupSums, *, num_members: int | None = None) -> Calibration:
+def fit_to(model: BayesianModel, sums: GroupSums) -> Calibration:
     """Return the temperature that fits the sums over rows, for the way in which the model predicts now."""
-    count = len(model.current) if num_members is None else num_members
-    return fit_calibration(
-        sums,
-        num_members=num_averaged(model.predictor, count),
-        prediction=model.predictor.prediction,
-    )
+    return fit_calibration(sums, **model.predicted_by._asdict())
 
 
 def _nll_at_temperatures(found: Predictive, labels: Tensor) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_bayes.members.member_sums import DistributedMembers, LocalMembers
+from hf_bayes.models.predictors import PredictedBy
+from hf_bayes.posteriors.posterior import Posterior
 
 
 class ShownMembers(NamedTuple):
@@ -33,13 +35,11 @@ class CurrentMembers:
     Attributes:
         replacement: members in place of the model's own; None for its own.
         own_group: the processes that hold the other members while the model's own are used.
-        own_temperature: the temperature of the mixture of the model's own members, see ``mixture_temperature``.
     """
 
     def __init__(self) -> None:
         self.replacement: ShownMembers | None = None
         self.own_group = LocalMembers()
-        self.own_temperature = 1.0
 
     @property
     def shown(self) -> Tensor | None:
@@ -50,11 +50,6 @@ class CurrentMembers:
     def group(self) -> LocalMembers:
         """The processes that hold the members."""
         return self.own_group if self.replacement is None else self.replacement.group
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of the mixture."""
-        return self.own_temperature if self.replacement is None else self.replacement.temperature
 
     def show(self, theta: Tensor | None, group: LocalMembers | None, temperature: float = 1.0) -> None:
         """Use ``theta`` from now on; None switches back to the model's own members."""
@@ -70,32 +65,30 @@ class CurrentMembers:
             self.replacement = before
 
 
-def stored_temperature(calibration: Mapping[str, Any], prediction: str, num_members: int) -> float:
-    """Return the temperature of the mixture that a posterior stores, or 1 if it was fitted for another prediction.
+def stored_temperature(posterior: Posterior | None, predictions: PredictedBy) -> float:
+    """Return the temperature of the mixture that is stored for these predictions; 1 if there is none."""
+    temperature, fitted_for = _stored(posterior)
+    return temperature if fitted_for == predictions else 1.0
 
-    A temperature other than 1 that is left out gives a warning, because the predictions are then not calibrated.
 
-    Args:
-        calibration: the calibration in the posterior's config; empty without one.
-        prediction: the way in which the model predicts, a name of ``gaussian_links.PREDICTIONS``.
-        num_members: the number of members that it averages; 0 if it averages none.
-    """
+def warn_of_lost_temperature(posterior: Posterior | None, predictions: PredictedBy) -> None:
+    """Warn if a stored temperature other than 1 is that of other predictions: these are then not calibrated."""
+    temperature, fitted_for = _stored(posterior)
+    if temperature != 1 and fitted_for != predictions:
+        warnings.warn(
+            f"these predictions are not calibrated: the temperature of the mixture, {temperature:.3g}, was fitted for "
+            f"{fitted_for}, and this model predicts by {predictions}. fit_calibration(posterior, rows, prediction=..., "
+            "members=...) fits one for this way. To predict without one, set calibrated=False",
+            stacklevel=2,
+        )
+
+
+def _stored(posterior: Posterior | None) -> tuple[float, PredictedBy | None]:
+    """Return a stored temperature and the predictions for which it was fitted; 1 and None without one."""
+    calibration = {} if posterior is None else posterior.config.calibration
     if not calibration:
-        return 1.0
-    temperature, way = float(calibration["temperature"]), (calibration["prediction"], calibration["num_members"])
-    if way == (prediction, num_members) or temperature == 1:
-        return temperature
-    warnings.warn(
-        f"these predictions are not calibrated: the temperature of the mixture, {temperature:.3g}, was fitted for "
-        f"{_way(*way)}, and this model predicts by {_way(prediction, num_members)}. fit_calibration(posterior, rows, "
-        "prediction=..., members=...) fits one for this way. To predict without one, set calibrated=False",
-        stacklevel=2,
-    )
-    return 1.0
-
-
-def _way(prediction: str, num_members: int) -> str:
-    return f"{prediction!r} with {num_members} members" if num_members else repr(prediction)
+        return 1.0, None
+    return float(calibration["temperature"]), PredictedBy(calibration["prediction"], calibration["num_members"])
 
 
 def share_of(theta: Tensor, group: Any) -> tuple[Tensor, DistributedMembers]:

@@ -64,6 +64,21 @@ Readings = tuple[dict[str, Tensor], Tensor | None]
 """Tensors by name, one entry for each likelihood term of a batch, and the mixture's logits if they were asked for."""
 
 
+class PredictedBy(NamedTuple):
+    """What calibrations, thresholds and students belong to: other predictions have other figures.
+
+    Attributes:
+        prediction: a name of ``gaussian_links.PREDICTIONS``, or "distilled".
+        num_members: the number of members that a prediction averages, in all processes; 0 if it averages none.
+    """
+
+    prediction: str
+    num_members: int
+
+    def __str__(self) -> str:
+        return f"{self.prediction!r} with {self.num_members} members" if self.num_members else repr(self.prediction)
+
+
 class Predictor(Protocol):
     """A way to predict.
 
@@ -74,13 +89,13 @@ class Predictor(Protocol):
         averages_members: False if predictions integrate over the Gaussian, independently of a number of members.
         mixes_networks: True if the prediction is the mixture of the networks with the weights of the members, so that
             held-out rows can judge any members.
-        imitates: the prediction and number of members that a distilled student imitates; None for other predictors.
+        imitates: what a distilled student imitates; None for other predictors.
     """
 
     link: str | None
     averages_members: bool
     mixes_networks: bool
-    imitates: tuple[str, int] | None
+    imitates: PredictedBy | None
 
     @property
     def prediction(self) -> str: ...
@@ -88,11 +103,3 @@ class Predictor(Protocol):
     def check_shown(self) -> None:
         """Raise a ValueError if the model cannot predict by members other than its own."""
         ...
-
-
-def num_averaged(predictor: Predictor, num_members: int) -> int:
-    """Return the number of members that a prediction averages: ``num_members``, or 0 if it does not average members.
-
-    Calibrations, thresholds and students record it with the name of the prediction that they belong to.
-    """
-    return num_members if predictor.averages_members else 0

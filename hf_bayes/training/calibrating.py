@@ -96,5 +96,6 @@ def calibrate(active: ActiveRun) -> Calibration | None:
 def most_rows(active: ActiveRun) -> int:
     """Return the largest number of held-out rows that a fit at the end of a run may read."""
     gradients = active.run.num_updates * active.rows.scale.rows_per_update * active.method.num_chains
-    members = active.setup.model.num_members * active.setup.mesh.chain_size
+    model = active.setup.model
+    members = model.num_members * model.member_group.size
     return max(LEAST_ROWS, int(0.3 * gradients / members))  # a gradient costs three forward passes

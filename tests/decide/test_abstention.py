@@ -111,7 +111,7 @@ def test_a_students_uncertainty_may_have_a_threshold(monkeypatch: pytest.MonkeyP
     assert [record["abstained"] for record in records] == [
         record["uncertainty"]["total"] > stored["threshold"] for record in records
     ]
-    with pytest.raises(ValueError, match="fitted with num_members=0, and the model has 4"):
+    with pytest.raises(ValueError, match="fitted with prediction='distilled', and the model has 'members'"):
         pipe(tmp_path)(TEXTS[0], abstain=True)
     assert with_student(found).config.abstention == {}
 

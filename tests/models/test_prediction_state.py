@@ -91,7 +91,7 @@ def test_a_block_that_predicts_as_loaded_leaves_no_trace(raises: bool) -> None:
     logits = model(**batch(rows=2)).logits
     raised = pytest.raises(KeyError) if raises else nullcontext()
     with unchanged_predictions(model), raised, predicting_as_loaded(model, posterior):
-        assert model.is_linearised
+        assert model.predictor.prediction.startswith("linearised")
         assert not torch.equal(model(**batch(rows=2)).logits, logits)
         if raises:
             raise KeyError

@@ -8,6 +8,7 @@ MIXTURE = "uncertainty/test_mixture_temperature.py::"
 FITTED = "metrics/test_calibration.py::"
 MODELS = "models/test_calibrating.py::"
 POSTERIOR = "fit/test_calibration.py::"
+CURRENT = "models/test_current_members.py::"
 CHOICE = "training/tuning/test_choice.py::"
 
 # fmt: off
@@ -35,14 +36,22 @@ CALIBRATION = (
     Fault("calibration: each token is in a group of its own", "models/calibrating.py",
           "groups.repeat_interleave(terms)", "torch.arange(int(terms.sum())) % NUM_GROUPS",
           (f"{MODELS}test_the_tokens_of_a_row_are_in_one_group",)),
-    Fault("calibration: fewer members get the temperature of all", "models/base.py",
-          "num_averaged(predictor, len(self.theta))",
-          'stored.get("num_members")', (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
-    Fault("calibration: other members get the temperature", "models/current_members.py",
-          "self.own_temperature if self.replacement is None else self.replacement.temperature", "self.own_temperature",
+    Fault("calibration: fewer members get the temperature of all", "models/current_members.py",
+          "return temperature if fitted_for == predictions else 1.0",
+          "return temperature if fitted_for[0] == predictions[0] else 1.0",
+          (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
+    Fault("calibration: a process counts its own members only", "models/base.py",
+          "self.num_members * self.member_group.size", "self.num_members",
+          (f"{CURRENT}test_the_temperature_follows_what_the_model_predicts_by",)),
+    Fault("calibration: a model that is no longer calibrated keeps its temperature", "models/base.py",
+          "else stored_temperature(self.posterior if self.calibrated else None, own)",
+          "else stored_temperature(self.posterior, own)",
+          (f"{CURRENT}test_the_temperature_follows_what_the_model_predicts_by",)),
+    Fault("calibration: other members get the temperature", "models/base.py",
+          "return shown.temperature if shown else stored", "return stored",
           (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
     Fault("calibration: other predictions get the temperature", "models/current_members.py",
-          "if way == (prediction, num_members) or temperature == 1:", "if True:",
+          "return temperature if fitted_for == predictions else 1.0", "return temperature",
           ("models/test_current_members.py::test_a_temperature_of_other_predictions_is_left_out",)),
     Fault("calibration: every second row, where nearly all can be paid", "training/data/heldout_rows.py",
           "[number * count // min(count, most) for number in range(min(count, most))]",

@@ -7,8 +7,8 @@ from tests.mutants.fault import Fault
 # fmt: off
 FOURTH_REVIEW = (
     # -- models, their places and their folders
-    Fault("fourth: the end of a block takes the model's own temperature", "models/current_members.py",
-          "self.replacement = before", "self.replacement, self.own_temperature = before, 1.0",
+    Fault("fourth: the end of a block forgets whose members the model's own are", "models/current_members.py",
+          "self.replacement = before", "self.replacement, self.own_group = before, LocalMembers()",
           ("models/test_current_members.py::test_the_end_of_a_block_undoes_what_show_did_alone",)),
     Fault("fourth: attach does not say what statistics in theta are", "models/refusals.py",
           "== layout.dim + statistics.dim > layout.dim", "== layout.dim + statistics.dim < layout.dim",

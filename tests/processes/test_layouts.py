@@ -184,12 +184,12 @@ def test_held_out_prior_and_learnt_noise_equal_one_process(launches, processes, 
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("chains", [4, 2])
-def test_the_mixtures_temperature_equals_one_processs(launches, processes, chains):
-    name = f"calibrated{chains}"
+@pytest.mark.parametrize(("method", "members"), [("four", 4), ("two", 2), ("gaussian", 10)])
+def test_the_mixtures_temperature_equals_one_processs(launches, processes, method, members):
+    name = f"calibrated_{method}"
     expected = launches[1].numbers[0][name]
     assert expected["temperature"] != 1  # it was fitted
-    assert (expected["num_members"], expected["num_terms"]) == (chains, 45 * 7)
+    assert (expected["num_members"], expected["num_terms"]) == (members, 45 * 7)
     for numbers in launches[processes].numbers:
         assert_close(numbers[name], expected, 1e-6, name)  # AdamW, as above
         assert numbers[f"{name}/shown"] == numbers[name]["temperature"]

@@ -19,7 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, PenaltyConfig, SGHMCConfig
+from hf_bayes import (
+    BayesianModelForCausalLM,
+    HMCConfig,
+    LaplaceConfig,
+    MeanFieldConfig,
+    PenaltyConfig,
+    SGHMCConfig,
+    SWAGConfig,
+)
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.objectives import range_test
 from hf_bayes.objectives.heldout import HeldOutRows
@@ -240,16 +248,20 @@ class Worker:
                     self.numbers[f"run_{name}{chains}"] = config.diagnostics["noise_std_of_run"]
 
     def calibrated(self) -> None:
-        """The temperature of a mixture, of chains of their own and of chains that processes share."""
-        for chains in (4, 2):
+        """The temperature of a mixture: of chains of their own, of chains that processes share, and of a Gaussian."""
+        methods = {
+            "four": EnsembleConfig(num_chains=4, prior_std=1.0, init_jitter=0.1),
+            "two": EnsembleConfig(num_chains=2, prior_std=1.0, init_jitter=0.1),
+            "gaussian": SWAGConfig(num_chains=4, prior_std=1.0, init_jitter=0.1, rank=2),
+        }
+        for name, method in methods.items():
             trainer = self.trainer(
-                f"calibrated{chains}", EnsembleConfig(num_chains=chains, prior_std=1.0, init_jitter=0.1),
-                data_size=max(1, dist.get_world_size() // chains), learning_rate=0.1,
-                eval_dataset=runs.token_rows(45, seed=5), max_steps=12,
+                f"calibrated_{name}", method, data_size=max(1, dist.get_world_size() // method.num_chains),
+                learning_rate=0.1, eval_dataset=runs.token_rows(45, seed=5), max_steps=12,
             )  # fmt: skip
             trainer.train()
-            self.numbers[f"calibrated{chains}"] = trainer.posterior.config.calibration
-            self.numbers[f"calibrated{chains}/shown"] = trainer.bayesian.mixture_temperature
+            self.numbers[f"calibrated_{name}"] = trainer.posterior.config.calibration
+            self.numbers[f"calibrated_{name}/shown"] = trainer.bayesian.mixture_temperature
 
     def generate(self) -> None:
         """Members of one model spread over the processes."""

@@ -86,7 +86,7 @@ def test_a_run_is_scored_by_the_predictions_of_its_posterior(monkeypatch) -> Non
     ways, evaluate = [], recommend.evaluate
 
     def watched(model, *args, **options):
-        ways.append(model.is_linearised)
+        ways.append(model.predictor.prediction.startswith("linearised"))
         return evaluate(model, *args, **options)
 
     monkeypatch.setattr(recommend, "evaluate", watched)

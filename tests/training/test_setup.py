@@ -60,7 +60,7 @@ def test_a_refused_trainer_leaves_an_attached_model_as_it_was(tmp_path: Path) ->
     model = calibrated(tmp_path / "prior")
     model.members_per_pass = 2
     theta, predictor = model.theta.detach().clone(), model.predictor
-    assert model.is_linearised
+    assert model.predicted_by.prediction == "linearised"
     for row in ({"input_ids": [5], "label": 9}, {"input_ids": [5]}):
         with pytest.raises(ValueError, match="label"):
             runs.trainer(tmp_path / "run", SGHMCConfig(num_chains=3), model=model, train=[row])
@@ -77,7 +77,7 @@ def test_chains_do_not_take_the_temperature_of_the_posterior(tmp_path: Path) -> 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="these predictions are not calibrated")
         run = runs.trainer(tmp_path / "run", SWAGConfig(rank=2), model=model, train=runs.label_rows(10), map_updates=0)
-        assert not model.is_linearised
+        assert model.predicted_by.prediction == "members"
         assert model.mixture_temperature == 1
         run.train()
     assert model.mixture_temperature == 1

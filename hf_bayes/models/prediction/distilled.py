@@ -19,7 +19,7 @@ from hf_bayes.models.loading.student_network import student_network
 from hf_bayes.models.prediction.inputs import member_outputs
 from hf_bayes.models.prediction.output_layer import OutputLayer
 from hf_bayes.models.predictives.built_in import ClassPredictive
-from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.predictors import PredictedBy, Predictive
 from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.decomposition import Prediction, Uncertainty
 from hf_bayes.uncertainty.likelihoods import Likelihood
@@ -49,7 +49,7 @@ class Student:
     """The part that the predictors of all tasks share.
 
     Attributes:
-        imitates: the prediction and the number of members that the student imitates.
+        imitates: the prediction that the student imitates.
 
     Raises:
         ValueError: if the posterior of the model has no student, or the model holds members.
@@ -70,7 +70,7 @@ class Student:
                 "from_pretrained(..., prediction='distilled')"
             )
         description = model.posterior.config.student
-        self.imitates: tuple[str, int] | None = (description["prediction"], description["num_members"])
+        self.imitates: PredictedBy | None = PredictedBy(description["prediction"], description["num_members"])
         self.head: StudentHead = head_from(model.posterior.student or {})
 
     def check_shown(self) -> None:

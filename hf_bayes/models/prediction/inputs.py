@@ -11,7 +11,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.linearised.language import drawn, means_of_draws, refuse_backwards_only, tangents
 from hf_bayes.models.linearised.outputs import gaussian_outputs, linearisation_of
 from hf_bayes.models.predictives import custom as custom_predictives
-from hf_bayes.models.predictors import Predictive, Predictor
+from hf_bayes.models.predictors import PredictedBy, Predictive, Predictor
 from hf_bayes.uncertainty.gaussian_links import name_of_link
 
 
@@ -44,7 +44,7 @@ class MemberPredictor:
     link: str | None = None
     averages_members = True
     mixes_networks = True
-    imitates: tuple[str, int] | None = None
+    imitates: PredictedBy | None = None
 
     def check_shown(self) -> None:
         """Accept any members."""
@@ -71,7 +71,7 @@ class LinearisedPredictor:
 
     averages_members = False
     mixes_networks = False
-    imitates: tuple[str, int] | None = None
+    imitates: PredictedBy | None = None
 
     def __init__(self, model: BayesianModel, link: str) -> None:
         self.link: str | None = link

@@ -16,7 +16,7 @@ from hf_bayes.models.language.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.linearised.language import ClosedHead, drawn, means_of_draws, refuse_backwards_only, tangents
 from hf_bayes.models.linearised.outputs import linearisation_of
 from hf_bayes.models.predictives.built_in import GaussianClasses, MemberClasses
-from hf_bayes.models.predictors import Predictive, Predictor
+from hf_bayes.models.predictors import PredictedBy, Predictive, Predictor
 from hf_bayes.uncertainty.gaussian_links import LINKS, name_of_link
 
 
@@ -57,7 +57,7 @@ class MemberTokens:
     link: str | None = None
     averages_members = True
     mixes_networks = True
-    imitates: tuple[str, int] | None = None
+    imitates: PredictedBy | None = None
     keeps_caches, has_uncertain_caches = True, False
     cuts_feed_forward = True
     tensors_per_state = 1
@@ -150,7 +150,7 @@ class ClosedFormTokens:
 
     averages_members = False
     mixes_networks = False
-    imitates: tuple[str, int] | None = None
+    imitates: PredictedBy | None = None
     keeps_caches = has_uncertain_caches = False
     cuts_feed_forward = True
     tensors_per_state = 1

@@ -30,7 +30,7 @@ from hf_bayes.models.linearised.outputs import Directions, Outputs, gaussian_out
 from hf_bayes.models.loading.base_model import num_labels_of
 from hf_bayes.models.prediction.inputs import member_outputs
 from hf_bayes.models.predictives import custom as custom_predictives
-from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.predictors import PredictedBy, Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
@@ -94,7 +94,7 @@ class BackwardPredictor:
     prediction = SINGLE_PASS
     averages_members = False
     mixes_networks = False
-    imitates: tuple[str, int] | None = None
+    imitates: PredictedBy | None = None
 
     def __init__(self, model: BayesianModel, link: str = "bridge", rank: int = RANK) -> None:
         if link not in LINKS:

@@ -17,7 +17,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.language.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.prediction.inputs import member_outputs
 from hf_bayes.models.predictives import custom as custom_predictives
-from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.predictors import PredictedBy, Predictive
 from hf_bayes.models.single_pass.drawn import LEADING_OF_WORDS, rank_for
 from hf_bayes.models.single_pass.driver import STRUCTURES, SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.gaussian_tensor import GaussianTensor
@@ -80,7 +80,7 @@ class SinglePassPredictor:
     prediction = SINGLE_PASS
     averages_members = False
     mixes_networks = False
-    imitates: tuple[str, int] | None = None
+    imitates: PredictedBy | None = None
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class SinglePassTokens:
     link: str | None = None
     averages_members = False
     mixes_networks = False
-    imitates: tuple[str, int] | None = None
+    imitates: PredictedBy | None = None
     keeps_caches = True
     cuts_feed_forward = False  # its outputs at positions that are not read are padded in place
 
