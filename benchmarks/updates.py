@@ -21,7 +21,8 @@ from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.schedules import Cyclical
 from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.energy import GaussianPrior
-from hf_bayes.methods.registry import METHODS, build
+from hf_bayes.methods.assembly import assemble
+from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
 
@@ -46,7 +47,7 @@ def measure(settings: Settings) -> list[Line]:
     configs = {**{name: kind() for name, kind in METHODS.items() if name not in LEFT_OUT}, **VARIANTS}
     lines = {}
     for name, config in configs.items():
-        rule, reference = build(config, _problem(dim)), build(SGHMCConfig(), _problem(dim))
+        rule, reference = assemble(config, _problem(dim)), assemble(SGHMCConfig(), _problem(dim))
         if isinstance(rule, Rule) and isinstance(reference, Rule):
             told, period = config.requirements.gradient_variance == "needed", PERIODS.get(name, 1)
             works = {

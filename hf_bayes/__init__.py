@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from hf_bayes.fit.single_pass import fit_layer_factors, fit_variance_factor
     from hf_bayes.fit.swag import fit_swag
     from hf_bayes.fit.training_free import fit_training_free
+    from hf_bayes.methods.assembly import rate_factor
     from hf_bayes.methods.averaging.ensemble import EnsembleConfig
     from hf_bayes.methods.averaging.map import MAPConfig
     from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from hf_bayes.methods.mcmc.hmc import HMCConfig
     from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
     from hf_bayes.methods.mcmc.penalty import PenaltyConfig
-    from hf_bayes.methods.registry import METHODS, rate_factor
+    from hf_bayes.methods.registry import METHODS
     from hf_bayes.methods.sgmcmc.agps import AGPSConfig
     from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
     from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -202,7 +203,7 @@ _MODULES = {
     "print_record": "pipelines.rendering",
     "prior_predictive": "fit.prior_predictive",
     "push_directory": "posteriors.hub",
-    "rate_factor": "methods.registry",
+    "rate_factor": "methods.assembly",
     "register_likelihood": "uncertainty.custom.registry",
     "row_gradients_of_function": "fit.function_curvature",
     "row_gradients_of_model": "fit.model_curvature",

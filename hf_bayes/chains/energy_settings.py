@@ -26,7 +26,7 @@ from hf_bayes.chains.support import is_outside_support
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.core.types import Problem
-from hf_bayes.methods.registry import adamw_rule, with_whitening
+from hf_bayes.methods.assembly import adamw_rule, with_whitening
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """The rates of a trial. An update of AdamW moves every element of theta by about the rate."""

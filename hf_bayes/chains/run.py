@@ -41,7 +41,7 @@ class StepRecord(NamedTuple):
         momentum: [M, d] of a method that has one; None for others.
         info: the method's diagnostics, name -> [M].
         loss: [M] minus the mean log-likelihood of a term, in nats; None for an objective without terms.
-        moved: True if a rule took a step, and did not only estimate something.
+        moved: True if a rule took a step. False if it only estimated something, and for a kernel.
         lost: [M] True for a chain that is out of a run with ``leaves_out_lost``; None for other runs.
     """
 

@@ -23,8 +23,8 @@ from hf_bayes.chains.sampling_plan import Batches, PriorOfTheta
 from hf_bayes.chains.theta_form import Aux, Energy, Form, Theta
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import FinalPassResult
+from hf_bayes.methods.assembly import assemble, generators_of
 from hf_bayes.methods.laplace.curvature import NotPositiveDefinite
-from hf_bayes.methods.registry import build, generators_of
 
 
 def sample(
@@ -119,7 +119,7 @@ def sample(
         method, learning_rate, dim=start.shape[1], num_steps=num_steps, burn_in=burn_in, find_rate=find_rate
     )
     problem, rates = arrange(method, learning_rate, burn_in=burn_in)
-    built = build(method, problem)
+    built = assemble(method, problem)
     if state is not None:
         plan.check_state(method)
         built = with_initial_state(built, state, form, name=method.name)

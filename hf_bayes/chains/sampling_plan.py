@@ -19,7 +19,7 @@ from hf_bayes.core.rng import generator, randn
 from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.core.types import Prior, Problem
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
-from hf_bayes.methods.registry import rate_factor
+from hf_bayes.methods.assembly import rate_factor
 
 PriorOfTheta = Prior | float | Mapping[str, float]
 """A prior that the energy does not include: a density, or the std of N(0, std^2), for all of theta or by name."""

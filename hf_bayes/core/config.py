@@ -109,7 +109,10 @@ class MethodConfig:
         self._check_choice("temper", self.temper, ("posterior", "likelihood"))
 
     def build(self, problem: Problem) -> Rule[Any] | Kernel[Any]:
-        """Return the method's rule or kernel for this problem."""
+        """Return the method's own rule or kernel for this problem.
+
+        ``methods.assembly.assemble`` adds the ladder, the warm start, whitening and the schedule of the config.
+        """
         raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")
 
     def to_dict(self) -> dict[str, Any]:

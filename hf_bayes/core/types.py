@@ -35,8 +35,8 @@ class Evaluation(NamedTuple):
         grad_log_lik: [M, d] the gradient of ``log_lik``; None if only the value was requested.
         grad_variance: [M, S] the variance of an element of the gradient over random batches, averaged over each of
             the S random tensors; None unless the method uses it (``Requirements.gradient_variance``).
-        batch_log_lik: [M, K] an unbiased estimate of ``log_lik`` from each of the K batches, whose mean it is; None if
-            every evaluation uses all data.
+        batch_log_lik: [M, K] an unbiased estimate of ``log_lik`` from each of the K batches, whose mean it is; None
+            unless the objective returns it, as models do for kernels that use minibatches.
         loss: [M] minus the mean log-likelihood of a term in these batches, for logs; None if there are no terms.
         anchor_grad: [M, d] or [M, J, d] the gradient on the same batches at one other point, or at J other points
             (``Rule.anchor``); None unless requested.
@@ -235,7 +235,8 @@ class FinalPassResult(NamedTuple):
 
     Attributes:
         approximation: the result of the run.
-        report: {name: a JSON-ready value for each chain}, for the posterior's diagnostics.
+        report: {name: JSON-ready values}, for the posterior's diagnostics: a value for each chain, or for what else the
+            method documents, such as the rungs of a ladder.
         noise_std: the fitted noise of a regression; None leaves it as it is.
         fields: fields of the method's config that the run has found; they replace those it began with. None if there
             are none.
@@ -329,7 +330,7 @@ class Kernel(NamedTuple, Generic[State]):
 
     @property
     def is_exact(self) -> bool:
-        """True: the target must not change between two evaluations."""
+        """True: a move compares evaluations, so the target must not change. The method itself may be approximate."""
         return True
 
 

@@ -234,7 +234,7 @@ def _require_reference(model: BayesianModel, data: Any, collate: Callable[..., A
 
 
 def _cost(num_rows: int) -> float:
-    """Return the gradients of a run that may spend one pass, or its least number of rows, on measuring the spread."""
+    """Return a number of gradients that pays for measuring the spread on all rows, or on the least number of them."""
     return max(num_rows, LEAST_ROWS * (1 + NUM_DRAWS["gaussian"])) / SPREAD_SHARE
 
 

@@ -1,8 +1,8 @@
 """Hooks that record the input and the output gradient of the modules that own random parameters.
 
 An identity behind each of these modules passes (input, output gradient) to a consumer in the backward pass. It stores
-neither: the input is a saved tensor, which activation checkpointing recomputes. Random parameters need no gradient:
-that of each row follows from the pair. A backward pass that delivers the pairs is a vector-Jacobian product (VJP).
+neither: the input is a saved tensor, which activation checkpointing recomputes. The gradient of a random parameter, for
+each row, is computed from this pair. A backward pass that delivers the pairs is a vector-Jacobian product (VJP).
 
 A row of the data may have several texts, such as a pair of answers. They go through the model one by one. The record of
 such a row holds the positions of all its texts side by side, so that a sum over positions is a sum over texts, too.

@@ -1,10 +1,11 @@
 """A ladder: chains with settings of their own in one run, of which held-out rows choose one for all.
 
 Chain k begins on rung k mod R. A rung is the method with the temperature and the scale of the prior of this rung. Its
-chains are bit by bit those of a run that has these settings alone. After three quarters of burn-in the held-out rows
-choose: the rung whose draws, as one mixture, have the lowest negative log-likelihood, estimated for as many members as
-the run will have. Draws at a high temperature differ more, so they gain more from being many. Draws of a chain within
-one relaxation are nearly copies, so they count in part. From then on all chains have the settings of this rung.
+chains are bit by bit those of a run that has these settings alone. After three quarters of the updates between the warm
+start and the end of burn-in, the held-out rows choose: the rung whose draws, as one mixture, have the lowest negative
+log-likelihood, estimated for as many members as the run will have. Draws at a high temperature differ more, so they
+gain more from being many. Draws of a chain within one relaxation are nearly copies, so they count in part. From then on
+all chains have the settings of this rung.
 
 No chain is thrown away, because chains that began at other modes are worth more than copies. A chain that moves to
 another temperature is scaled instead (``Rule.rescale``): in a Gaussian, a draw at T becomes a draw at T' if its
@@ -64,7 +65,8 @@ LOST = 0.5
 chosen on CLINC150 and Debian sections: docs/results/recommend.md has the runs without and with this rule."""
 
 LEAST_BURN_IN = 16
-"""The smallest number of updates of burn-in, after the warm start, with a ladder: four quarters of a look each."""
+"""The smallest number of updates between the warm start and the end of burn-in: a quarter of them holds the
+``NUM_LOOKS`` looks."""
 
 
 class Rung(NamedTuple):
@@ -113,8 +115,9 @@ def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[Lange
         )
     passes = own | set(ladder.looks) | set(ladder.reviews)
     return Rule(
-        ladder.init, ladder.locate, ladder.update, ladder.finish, ladder.final_pass,
-        {step: ladder.pass_after(step) for step in sorted(passes)}, ladder.anchor, estimates=ladder.estimates,
+        init=ladder.init, locate=ladder.locate, update=ladder.update, finish=ladder.finish,
+        final_pass=ladder.final_pass, early_passes={step: ladder.pass_after(step) for step in sorted(passes)},
+        anchor=ladder.anchor, estimates=ladder.estimates,
     )  # fmt: skip
 
 

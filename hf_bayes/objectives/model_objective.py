@@ -33,7 +33,7 @@ class ModelObjective:
         private: the rows of this process, if processes keep their rows to themselves; otherwise None.
         in_float64: log-likelihoods stay in float64, because kernels compare energies.
         returns_batches: an evaluation has ``batch_log_lik``.
-        measures_noise: an evaluation with a gradient has ``grad_variance``, from its micro-batches.
+        measures_noise: an evaluation with a gradient has ``grad_variance``, if it has two micro-batches or more.
     """
 
     words = FailureWords(

@@ -29,7 +29,7 @@ class ModelOfUpdate:
         private: the rows of this process, if processes keep their rows to themselves; otherwise None.
         in_float64: log-likelihoods stay in float64.
         returns_batches: an evaluation has ``batch_log_lik``.
-        measures_noise: an evaluation with a gradient has ``grad_variance``, from its micro-batches.
+        measures_noise: an evaluation with a gradient has ``grad_variance``, if it has two micro-batches or more.
     """
 
     passes: MemberPasses

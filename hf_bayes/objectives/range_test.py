@@ -26,7 +26,7 @@ from hf_bayes.chains.own_settings import MAX_UPDATES, best_rate, last_third
 from hf_bayes.chains.run import Run, StepRecord
 from hf_bayes.core.config import DEFAULT_ADAMW_RATE, MethodConfig
 from hf_bayes.core.types import Problem
-from hf_bayes.methods.registry import adamw_rule
+from hf_bayes.methods.assembly import adamw_rule
 
 TYPICAL, TYPICAL_OF_LONG = 0.134, 0.19
 """The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 180 updates. In runs that can pay for a trial of
@@ -43,9 +43,9 @@ SHARE, ENOUGH_UPDATES = 0.03, 10
 eight tasks six updates were too few: the loss at the usual rate had risen at first, and had not come down yet."""
 
 SHORT_SHARE, MIN_UPDATES, MOST = 0.14, 4, 0.5
-"""For a shorter run: the share that a trial takes, the updates for which it tries a rate at least, and the share that
-these may take. The last is large, because the runs that it matters to are a few gradients long, and learn little at a
-rate that is too small."""
+"""For a shorter run: the share of its gradients that a trial takes, the fewest updates for each rate, and the largest
+share that these updates may take. The last is large, because runs of a few gradients learn little at a rate that is too
+small."""
 
 MARGIN = 0.05
 """The share by which a rate must lower the loss to be taken instead of the usual one.

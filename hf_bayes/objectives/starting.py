@@ -21,7 +21,7 @@ from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.members.mesh import ChainMesh
-from hf_bayes.methods.registry import build, generators_of
+from hf_bayes.methods.assembly import assemble, generators_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
@@ -112,7 +112,7 @@ def start_run(
         trial = _trial(passes, scale, start.to(theta), problem, trial_updates, method, progress=progress)
     settings = settle_model(method, learning_rate, num_steps, trial, found_rate, falls=falls)
     problem = _with_settings(problem, settings, has_rows=data is not None)
-    built = build(settings.method, problem)
+    built = assemble(settings.method, problem)
     needs = _needs_of(settings.method, built, problem)
     # an exact kernel needs a target that does not change between two evaluations
     passes = replace(passes, dropout=not built.is_exact)

@@ -21,7 +21,7 @@ from hf_bayes.distributions.covariance import moved
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.trunk import TrunkMemory
-from hf_bayes.methods.registry import mirrors_chains
+from hf_bayes.methods.assembly import mirrors_chains
 from hf_bayes.models.statistics import with_batch_norm_statistics
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
@@ -49,7 +49,7 @@ class Finished(NamedTuple):
 
     Attributes:
         approximation: draws of the chains of this process. Any other approximation is complete in every process.
-        report: {name: a JSON-ready value for each chain}, the method's own diagnostics.
+        report: {name: JSON-ready values}, the method's own diagnostics (``FinalPassResult``).
         member_group: the processes that hold the other members.
     """
 
@@ -207,12 +207,12 @@ class ActiveRun:
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood that the run samples with now; that of the model may be a fit at the end of the run."""
+        """The likelihood that the chains sample with. At the end, the model's may be one that was fitted."""
         return self.setup.likelihood if self.noise is None else self.noise.likelihood
 
     @property
     def chosen_prior(self) -> IndependentPrior | Gaussian:
-        """The prior; that of the rung that a ladder has chosen, after the run."""
+        """The prior of the run. After a ladder, it is the prior of the rung that was chosen."""
         if not self.was_fitted or not isinstance(self.prior, IndependentPrior):
             return self.prior
         return self.prior.scaled(self.method.prior_scale / self.settings.method.prior_scale)

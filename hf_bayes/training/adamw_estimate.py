@@ -7,7 +7,7 @@ from torch import Tensor
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Problem
 from hf_bayes.members.evaluation_mode import evaluating
-from hf_bayes.methods.registry import adamw_rule
+from hf_bayes.methods.assembly import adamw_rule
 from hf_bayes.objectives.map_estimate import map_estimate
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.passes import member_passes

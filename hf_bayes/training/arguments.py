@@ -36,8 +36,8 @@ class BayesianTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Step size, in SGD's meaning. None leaves it to the method: samplers find a step size from "
-            "curvature and gradient noise, optimisers and variational inference try several rates first. If no method "
-            "is given either, this is the rate of AdamW, and a sampler begins with AdamW."
+            "curvature and gradient noise, optimisers and variational inference try several rates first. Without a "
+            "method, this is the rate of AdamW, with which a sampler begins."
         },
     )
     max_grad_norm: float = field(default=0.0, metadata={"help": "Must be 0: clipping changes the law that is sampled."})
@@ -76,7 +76,8 @@ class BayesianTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Updates of AdamW from the posterior's first member to the MAP estimate whose held-out NLL is "
-            "saved beside the posterior's. None takes a tenth of the run's gradients; 0 leaves the comparison out."
+            "saved beside the posterior's. None takes a tenth of the run's gradients; 0 leaves the comparison out. "
+            "Never more than the updates of the run."
         },
     )
     calibrate: bool | None = field(

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.methods.registry import rate_factor
+from hf_bayes.methods.assembly import rate_factor
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
 

@@ -11,7 +11,7 @@ from hf_bayes.training.adamw_estimate import adamw_estimate
 from hf_bayes.training.trainer_host import TrainerHost
 
 SHOWN = 1e-4
-"""The smallest difference of NLLs that is told: four decimal places are shown."""
+"""The smallest difference of NLLs that is reported, because they are shown with four decimal places."""
 
 
 def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:

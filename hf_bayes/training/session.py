@@ -33,10 +33,10 @@ Part = TypeVar("Part")
 
 
 def required(part: Part | None, message: str = "there is no run yet: call train() first") -> Part:
-    """Return a part of a trainer or of its run.
+    """Return ``part``.
 
     Raises:
-        ValueError: with the message, if there is no such part yet.
+        ValueError: with ``message``, if it is None.
     """
     if part is None:
         raise ValueError(message)

@@ -49,7 +49,7 @@ class Setup(NamedTuple):
         subspace: the name or pattern of the random parameters, see ``hf_bayes.core.layout.select``.
         mesh: the processes, arranged by chains and data.
         inherited: the posterior that is the prior; None under the method's own prior.
-        start: [d] the weights around which chains start.
+        start: [d] the weights around which the chains of the first run start. A later run starts where the last ended.
         likelihood: the likelihood of the labels, before anything is fitted.
         learns_noise: True if the noise of a regression was not given, and held-out rows determine it.
     """

@@ -46,8 +46,8 @@ class BayesianTrainerMixin(PrivateHooks):
     Args:
         model: a transformers or peft model; what it makes trainable is random (or ``subspace``). Where ``args`` has
             ``model_init_kwargs``, as TRL's SFTConfig does, the name or path of a model, too.
-        method: a config of ``hf_bayes.METHODS``; None takes SGHMC, whose temperature the held-out rows choose if there
-            are enough (``methods.recommended``).
+        method: a config of ``hf_bayes.METHODS``; None takes SGHMC, whose temperature held-out rows choose, or a deep
+            ensemble if these are too few, the run is too short, or it has several processes (``methods.recommended``).
         args: ``BayesianTrainingArguments``, which are needed.
         subspace: see ``hf_bayes.core.layout.select``.
         prior: a posterior, its directory or Hub id, in place of ``prior_std``; chains start at its mean.

@@ -15,7 +15,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Approximation, Rule
 from hf_bayes.diagnostics.convergence import rhat
-from hf_bayes.methods.registry import rate_factor
+from hf_bayes.methods.assembly import rate_factor
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.batches import ChainBatches
 from hf_bayes.objectives.data_access import DataAccess

@@ -12,7 +12,7 @@ from hf_bayes.chains.run import Run
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Info, Problem
 from hf_bayes.distributions.energy import GaussianPrior
-from hf_bayes.methods.registry import build
+from hf_bayes.methods.assembly import assemble
 
 CHAINS = 3
 SHAPES = {"weight": (3, 4), "bias": (3,)}
@@ -65,4 +65,6 @@ def normal_run(config: Any, *, draw_steps: range = range(3, 6, 2), burn_in: int 
     problem = Problem(100.0, prior, 0.01, 5, burn_in, SHAPES, draw_steps, batch_fraction=0.05, update_fraction=0.2)
     theta = 0.1 * torch.randn(CHAINS, 15, generator=torch.Generator().manual_seed(1))
     rngs = [generator(seed, "chain", chain) for chain in range(CHAINS)]
-    return Run(build(config, problem), NormalObjective(), theta, rngs, problem, warm_start=config.num_warm_start_steps)
+    return Run(
+        assemble(config, problem), NormalObjective(), theta, rngs, problem, warm_start=config.num_warm_start_steps
+    )

@@ -12,9 +12,9 @@ from torch import Tensor
 from hf_bayes.chains.finite import NotFiniteError, not_finite, place_of, put_back, rows_not_finite
 from hf_bayes.chains.run import Run
 from hf_bayes.core.types import Evaluation
+from hf_bayes.methods.assembly import assemble
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
-from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests.chains.normal_objective import CHAINS, NormalObjective, OfUpdate, normal_run
 
@@ -45,7 +45,7 @@ class SpoiltUpdate(OfUpdate):
 
 def spoilt_run(at: dict[int, list[int]], config: Any) -> Run[Any]:
     like = normal_run(config)
-    method = build(config, like.problem)
+    method = assemble(config, like.problem)
     return Run(method, Spoilt(at), like.theta.clone(), like.rngs, like.problem, leaves_out_lost=True)
 
 

@@ -14,12 +14,12 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.energy import LaplacePrior
 from hf_bayes.distributions.priors import PRIORS, build_prior, lora_prior_ratio, prior_stds
+from hf_bayes.methods.assembly import assemble
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
 from hf_bayes.methods.averaging.swag import SWAGConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
-from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
@@ -107,7 +107,9 @@ def test_every_name_has_a_density() -> None:
 def test_samplers_follow_the_prior_where_the_likelihood_is_flat(name: str) -> None:
     std, rate = math.sqrt(2), 0.04  # h = 0.2 where the double exponential has b = 1
     prior = PRIORS[name](torch.tensor(0.0), torch.tensor(std))
-    rule = build(BAOABConfig(momentum=0.8), Problem(1.0, prior, rate, num_steps=300, burn_in=0, shapes={"": (4096,)}))
+    rule = assemble(
+        BAOABConfig(momentum=0.8), Problem(1.0, prior, rate, num_steps=300, burn_in=0, shapes={"": (4096,)})
+    )
     assert isinstance(rule, Rule)
     rngs = [generator("chain", chain) for chain in range(4)]
     state = rule.init(torch.zeros(4, 4096), rngs)

@@ -13,7 +13,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Kernel, Problem
 from hf_bayes.distributions.energy import FlatPrior
-from hf_bayes.methods.registry import build
+from hf_bayes.methods.assembly import assemble
 from tests.methods.by_hand import evaluated
 from tests.methods.conformance import N, Row, noisy, rough, rows, starts
 
@@ -23,7 +23,7 @@ class Drive:
 
     def __init__(self, config: MethodConfig, row: Row, num_chains: int) -> None:
         problem = Problem(N, FlatPrior(), row.learning_rate, num_steps=12, burn_in=6, shapes={"": (5,)})
-        self.method = build(config, problem)
+        self.method = assemble(config, problem)
         self.row = row
         self.rngs = [generator(3, "chain", chain) for chain in range(num_chains)]
         self.state: Any = None

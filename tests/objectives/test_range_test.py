@@ -14,8 +14,8 @@ from hf_bayes.chains.run import Run
 from hf_bayes.core.config import DEFAULT_ADAMW_RATE, MethodConfig
 from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.assembly import adamw_rule
 from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.methods.registry import adamw_rule
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives.range_test import (
     FACTORS,

@@ -185,8 +185,12 @@ def warm_start(
     def estimates(state: Any) -> bool:
         return not _is_warming(state, steps) and rule.estimates(inner_state(state))
 
+    finish, final_pass = _end_of(rule)
     early_passes = {steps + number: _early_pass_of(each) for number, each in rule.early_passes.items()}
-    return Rule(init, locate, update, *_end_of(rule), early_passes, anchor, rescale, restart, estimates)
+    return rule._replace(
+        init=init, locate=locate, update=update, finish=finish, final_pass=final_pass, early_passes=early_passes,
+        anchor=anchor, rescale=rescale, restart=restart, estimates=estimates,
+    )  # fmt: skip
 
 
 def _early_pass_of(early_pass: EarlyPass) -> EarlyPass:

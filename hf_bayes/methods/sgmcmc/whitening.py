@@ -124,10 +124,13 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
     def finish(state: Any, draws: Tensor) -> Any:
         return sampler.finish(inner_state(state), draws)
 
-    passes = {0: whitened.find_root, measured: whitened.choose}
+    def estimates(state: Any) -> bool:
+        return int(state.trial_num_taken[0]) < measured
+
     return Rule(
-        whitened.init, locate_at_theta, whitened.update, finish, None, passes, whitened.anchor, whitened.rescale,
-        whitened.restart, lambda state: int(state.trial_num_taken[0]) < measured,
+        init=whitened.init, locate=locate_at_theta, update=whitened.update, finish=finish,
+        early_passes={0: whitened.find_root, measured: whitened.choose},
+        anchor=whitened.anchor, rescale=whitened.rescale, restart=whitened.restart, estimates=estimates,
     )  # fmt: skip
 
 

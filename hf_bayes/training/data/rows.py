@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import seed_of
 from hf_bayes.members.mesh import ChainMesh
-from hf_bayes.methods.registry import with_batch_posterior
+from hf_bayes.methods.assembly import with_batch_posterior
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.image_text import counting_images
 from hf_bayes.models.language.packing import first_documents, is_flattened, refuse_mixed_documents

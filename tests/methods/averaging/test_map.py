@@ -11,10 +11,10 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Kernel, Problem
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
+from hf_bayes.methods.assembly import assemble
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
-from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
@@ -45,7 +45,7 @@ def problem(**changes: object) -> Problem:
 
 def run(config: MethodConfig, num_steps: int, *, lr: float = 0.02, seed: int = 0) -> tuple[object, list[Tensor]]:
     """Return the last state, and theta after each update."""
-    method = build(config, problem(learning_rate=lr))
+    method = assemble(config, problem(learning_rate=lr))
     rngs = [generator(seed, chain) for chain in range(2)]
     path = []
     state = method.init(START, evaluate, rngs) if isinstance(method, Kernel) else method.init(START, rngs)
@@ -92,7 +92,7 @@ def test_its_members_are_the_last_points_of_the_chains() -> None:
 
 
 def test_info_is_the_energy_with_its_prior() -> None:
-    method = build(MAPConfig(), problem())
+    method = assemble(MAPConfig(), problem())
     rngs = [generator(0), generator(1)]
     _, info = method.update(method.init(START, rngs), evaluate(START), 0.02, rngs)  # type: ignore[union-attr,call-arg]
     assert torch.equal(info["energy"], -evaluate(START).log_lik - PRIOR.log_prob(START))
@@ -141,7 +141,7 @@ def test_a_warm_start_is_adamw_and_then_the_method_from_there(inner: MethodConfi
 
 
 def test_the_warm_started_method_begins_at_its_own_temperature() -> None:
-    method = build(SGHMCConfig(temperature=9.0, **WARM), problem(prior=FlatPrior(), shapes={"": (4096,)}))
+    method = assemble(SGHMCConfig(temperature=9.0, **WARM), problem(prior=FlatPrior(), shapes={"": (4096,)}))
     rngs = [generator(0)]
     theta = torch.zeros(1, 4096, dtype=torch.float64)
     state = method.init(theta, rngs)  # type: ignore[call-arg]
@@ -152,7 +152,7 @@ def test_the_warm_started_method_begins_at_its_own_temperature() -> None:
 
 def test_a_warm_start_goes_downhill_on_what_the_method_runs_on() -> None:
     warm = dataclasses.replace(SGHMCConfig(temperature=5.0, temper="likelihood"), warm_start_steps=2000)
-    method = build(dataclasses.replace(warm, warm_start_learning_rate=0.02), problem(num_steps=3000, burn_in=2500))
+    method = assemble(dataclasses.replace(warm, warm_start_learning_rate=0.02), problem(num_steps=3000, burn_in=2500))
     rngs = [generator(0), generator(1)]
     state = method.init(START, rngs)  # type: ignore[call-arg]
     for _ in range(2000):

@@ -13,9 +13,9 @@ from hf_bayes.chains.sampling import sample
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Rule
 from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.assembly import assemble
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.averaging.mc_dropout import Masks
-from hf_bayes.methods.registry import build
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.map_comparison import map_of_run
 from tests.faults import posteriors
@@ -118,7 +118,7 @@ def test_the_gradient_equals_peft_with_the_same_mask() -> None:
 def test_an_update_is_adamw_on_the_energy_of_the_masked_weights() -> None:
     prior = GaussianPrior(torch.tensor(0.1), torch.tensor(0.5))
     spec = problem(prior=prior, shapes=SHAPES)
-    rule = build(MCDropoutConfig(dropout=P), spec)
+    rule = assemble(MCDropoutConfig(dropout=P), spec)
     assert isinstance(rule, Rule)
     theta, rngs = torch.randn(2, 30, generator=generator("theta")), [generator("chain", k) for k in range(2)]
     located, state = rule.locate(rule.init(theta, rngs), rngs)

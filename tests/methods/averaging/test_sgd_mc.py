@@ -13,11 +13,11 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import FlatPrior
+from hf_bayes.methods.assembly import assemble
 from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
 from hf_bayes.methods.averaging.snapshot import SnapshotConfig
 from hf_bayes.methods.averaging.swa import SWAConfig
 from hf_bayes.methods.averaging.swag import SWAGConfig
-from hf_bayes.methods.registry import build
 from tests import runs
 from tests.methods.averaging.regression import BATCHES, RATE, START, N, energy, torch_sgd
 from tests.methods.sgmcmc.laws import lyapunov
@@ -90,7 +90,7 @@ def test_to_first_order_that_is_the_continuous_lyapunov_equation() -> None:
 def test_noise_temperature_is_one_at_the_optimal_rate() -> None:
     problem = Problem(10, FlatPrior(), 0.2, num_steps=4, burn_in=0, shapes={"a": (1,), "b": (3,)})
     config = SGDMCConfig(momentum=0.75, measure_gradient_noise=True)
-    rule = build(config, problem)
+    rule = assemble(config, problem)
     assert isinstance(rule, Rule)
     state = rule.init(torch.zeros(2, 4), [generator(0), generator(1)])
     variance = torch.tensor([[40.0, 20.0], [10.0, 10.0]])  # mean over elements 25 and 10

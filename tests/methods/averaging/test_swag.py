@@ -8,8 +8,8 @@ from hf_bayes.chains.sampling import SampleResult, sample
 from hf_bayes.core.rng import generator
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import dense
+from hf_bayes.methods.assembly import assemble
 from hf_bayes.methods.averaging.swag import IterateMoments, SWAGConfig
-from hf_bayes.methods.registry import build
 from tests.methods.averaging.regression import BATCHES, CHAINS, DIM, RATE, START, N, energy, torch_sgd
 from tests.methods.conformance import problem
 from tests.objectives.test_curvature_memory import peak
@@ -96,6 +96,6 @@ def test_a_still_run_has_no_spread_and_a_short_one_is_refused() -> None:
     still = SWAGConfig().through(torch.ones(5, 3))
     assert float(still.sample(4, generator(0)).sub(1).abs().max()) < 1e-6
     with pytest.raises(ValueError, match="swag would collect 1 iterates, at least 2 are needed: 5 updates after"):
-        build(SWAGConfig(collect_every=3), problem())
+        assemble(SWAGConfig(collect_every=3), problem())
     with pytest.raises(ValueError, match="swag: rank must be an integer >= 2, got 1"):
         SWAGConfig(rank=1)

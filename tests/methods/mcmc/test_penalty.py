@@ -11,9 +11,9 @@ from hf_bayes.chains.sampling import sample
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
+from hf_bayes.methods.assembly import with_batch_posterior
 from hf_bayes.methods.mcmc import penalty
 from hf_bayes.methods.mcmc.penalty import PenaltyConfig, noise_penalty, variance_of_mean
-from hf_bayes.methods.registry import with_batch_posterior
 from tests.methods.mcmc.batched import SD, Batches, N, disjoint, independent, variance_ratio
 from tests.streams import share_one_stream
 

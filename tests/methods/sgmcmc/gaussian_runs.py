@@ -13,8 +13,8 @@ from hf_bayes.chains.run import Run
 from hf_bayes.core.rng import chain_generators, generator
 from hf_bayes.core.types import Evaluation, Problem
 from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.assembly import assemble
 from hf_bayes.methods.laplace.curvature import DiagonalCurvature
-from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -87,7 +87,7 @@ def run_of(config: LangevinConfig, objective: GaussianData, *, steps: int, chain
     )  # fmt: skip
     theta = torch.zeros(len(chains), len(CURVATURE), dtype=torch.float64)
     rngs = chain_generators(0, 4, chains=chains)
-    return Run(build(config, problem), objective, theta, rngs, problem, chains=chains)
+    return Run(assemble(config, problem), objective, theta, rngs, problem, chains=chains)
 
 
 def finished(
