@@ -13,7 +13,14 @@ from hf_bayes.core.number_checks import is_finite_number
 from hf_bayes.core.requirements import WhiteningStructure
 from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
-from hf_bayes.methods.averaging.map import BETA_1, MAPConfig, descend, warm_start, warm_start_kernel
+from hf_bayes.methods.averaging.map import (
+    BETA_1,
+    MAPConfig,
+    descend,
+    rate_of_warm_start,
+    warm_start,
+    warm_start_kernel,
+)
 from hf_bayes.methods.ladder import with_ladder
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.whitening import whiten
@@ -97,6 +104,14 @@ def rate_factor(config: MethodConfig, step: int, draw_steps: range) -> float:
     if config.schedule is None or step < begin:
         return 1.0
     return config.schedule.learning_rate(step - begin, _shifted(draw_steps, begin))
+
+
+def warm_start_rate(config: MethodConfig, problem: Problem, step: int) -> float | None:
+    """Return the learning rate of AdamW in update ``step``, from 0; None after the warm start."""
+    steps = config.num_warm_start_steps
+    if step >= steps:
+        return None
+    return rate_of_warm_start(config.adamw_learning_rate, step, steps, decays=problem.own_step_size)
 
 
 def _shifted(draw_steps: range, begin: int) -> range:

@@ -14,6 +14,7 @@ from hf_bayes.core.types import Approximation
 from hf_bayes.diagnostics.plausibility import distance_moved, prior_loss_ratio
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_interval, widened_interval
 from hf_bayes.diagnostics.verdict import MAX_UNMOVED, Diagnostics
+from hf_bayes.methods.assembly import warm_start_rate
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.final_measurements import drift, informed_temperature
 from hf_bayes.training.probe_convergence import ProbeConvergence
@@ -53,8 +54,17 @@ class Diagnosis:
     def add_to(self, logs: dict[str, float]) -> None:
         """Add name/chain_k of all chains, and the convergence so far, to the logs of an update."""
         logs |= self._for_logs()
-        if self._active.problem.own_step_size:
-            logs.pop("learning_rate", None)  # the chains have step_size
+        if "learning_rate" in logs:
+            self._correct_rate(logs)
+
+    def _correct_rate(self, logs: dict[str, float]) -> None:
+        """Put the rate of the warm start in place of the method's own, and leave out a rate that chains do not have."""
+        active = self._active
+        rate = warm_start_rate(active.settings.method, active.problem, active.run.num_updates - 1)
+        if rate is not None:
+            logs["learning_rate"] = rate
+        elif active.problem.own_step_size:  # the chains have step_size
+            del logs["learning_rate"]
 
     def _for_logs(self) -> dict[str, float]:
         active, monitor = self._active, self._active.monitor

@@ -17,7 +17,7 @@ TABLE = ["hf_bayes/methods/registry.py", "tests/methods/conformance.py"]
 INDEX, PUBLIC = "docs/paper_index.md", "hf_bayes/__init__.py"
 """The files that the example changes."""
 TESTS = [f"tests/methods/test_{name}.py" for name in (
-    "registry", "conformance_configs", "conformance_laws", "conformance_resuming",
+    "registry", "assembly", "conformance_configs", "conformance_laws", "conformance_resuming",
 )]  # fmt: skip
 """The tests that every row of the table passes."""
 
@@ -35,7 +35,7 @@ def edited(text: str, lines: str) -> str:
     """Return ``text`` with imports added to the imports of the package, and other lines to the end of the table."""
     for line in lines.splitlines(keepends=True):
         if line.startswith("from "):
-            at = text.index("from hf_bayes.core.types import")
+            at = text.index("from hf_bayes.methods.averaging.ensemble import")
         elif line.startswith("    from "):
             at = text.index("    from hf_bayes.models.attaching import")
         elif '": "methods.' in line:

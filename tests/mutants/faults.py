@@ -105,7 +105,7 @@ FAULTS = (
     Fault("all chains have the stream of the first", "core/rng.py",
           'return generator(seed, "chain", chain, device=device)',
           'return generator(seed, "chain", 0, device=device)',
-          ("methods/test_registry.py::test_chains_are_independent[sghmc]",)),
+          ("methods/test_assembly.py::test_chains_are_independent[sghmc]",)),
     # -- energy, rows and N
     Fault("the prior counts twice", "distributions/energy.py",
           "return -evaluation.grad_log_lik - prior_weight * prior.grad(theta)",

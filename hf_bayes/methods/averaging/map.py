@@ -137,6 +137,11 @@ def adamw(state: MAPState, gradient: Tensor, lr: float | Tensor, *, momentum: fl
     return MAPState(theta, first, second, step)
 
 
+def rate_of_warm_start(learning_rate: float, step: int, steps: int, *, decays: bool) -> float:
+    """Return the step size of AdamW in update ``step``, from 0, of a warm start of ``steps`` updates."""
+    return learning_rate * (1 - step / steps) if decays else learning_rate
+
+
 def warm_start(
     rule: Rule[Any],
     *,
@@ -168,7 +173,7 @@ def warm_start(
         if not _is_warming(state, steps):
             inner, info = rule.update(inner_state(state), evaluation, lr, rngs)
             return with_inner(state, inner), info
-        rate = learning_rate * (1 - int(state.warm_step[0]) / steps) if decays else learning_rate
+        rate = rate_of_warm_start(learning_rate, int(state.warm_step[0]), steps, decays=decays)
         warm, info = descend(_optimiser(state), evaluation, problem, rate, momentum=BETA_1, prior_weight=prior_weight)
         state = _warming(warm, inner_state(state))
         return (with_inner(state, rule.init(warm.theta, rngs)) if not _is_warming(state, steps) else state), info

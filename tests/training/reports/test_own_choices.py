@@ -184,6 +184,8 @@ def test_a_sampler_measures_before_it_moves(tmp_path: Path) -> None:
     assert "gradient_variance/chain_0" in logs[9]
     assert not any("gradient_variance/chain_0" in log for step, log in logs.items() if step != 9)
     assert not any("learning_rate" in log for log in logs.values())  # it would be 1
+    rates = {int(log["step"]): log["learning_rate"] for log in run.state.log_history if "learning_rate" in log}
+    assert rates == {step: pytest.approx(0.01 * (1 - (step - 1) / 4)) for step in (1, 2, 3, 4)}  # of AdamW
     for log in logs.values():
         assert log["relaxation/chain_0"] == pytest.approx(0.1 / log["step_size/chain_0"] ** 2, rel=1e-4)
 
