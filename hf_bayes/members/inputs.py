@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,22 +27,43 @@ def without_labels(batch: Mapping[str, Any], columns: Collection[str] = ()) -> d
 def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:
     """Fold a batch: every tensor (also in dicts) with ``num_rows`` rows is repeated for each member, member-major.
 
-    All images are repeated together, whatever the number per row, because they are in the order of the rows. Positions
-    on several axes, [axes, rows, T], have their rows in the second dimension.
+    All images are repeated together, whatever the number per row, because they are in the order of the rows.
     """
 
-    def fold(name: str, value: Any) -> Any:
+    def fold(value: Tensor, axis: int) -> Tensor:
+        return value if value.ndim < 2 else value.repeat(*[1] * axis, num_members, *[1] * (value.ndim - axis - 1))
+
+    return inputs if num_members == 1 else _each_with_rows(inputs, num_rows, fold, PICTURES)
+
+
+def take_rows(inputs: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+    """Return the rows ``index`` [k] of a batch, in this order; a row may come several times."""
+    return _each_with_rows(
+        inputs, num_rows_of(inputs), lambda value, axis: value.index_select(axis, index.to(value.device))
+    )
+
+
+def _each_with_rows(
+    inputs: Mapping[str, Any], num_rows: int, change: Callable[[Tensor, int], Tensor], others: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return a copy of a batch with ``change(tensor, axis of its rows)`` in place of each tensor that has its rows.
+
+    Positions on several axes, [axes, rows, T], have their rows in the second dimension.
+
+    Args:
+        others: names of tensors to change, too, along their first dimension.
+    """
+
+    def changed(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: fold(key, item) for key, item in value.items()}
-        if not isinstance(value, Tensor) or value.ndim < 2:
+            return {key: changed(key, item) for key, item in value.items()}
+        if not isinstance(value, Tensor):
             return value
         if name == "position_ids" and value.ndim == 3:
-            return value.repeat(1, num_members, 1)
-        if value.shape[0] == num_rows or name in PICTURES:
-            return value.repeat(num_members, *[1] * (value.ndim - 1))
-        return value
+            return change(value, 1)
+        return change(value, 0) if value.shape[:1] == (num_rows,) or name in others else value
 
-    return inputs if num_members == 1 else {key: fold(key, value) for key, value in inputs.items()}
+    return {name: changed(name, value) for name, value in inputs.items()}
 
 
 def padding_mask(inputs: Mapping[str, Any]) -> Tensor | None:
@@ -51,7 +72,7 @@ def padding_mask(inputs: Mapping[str, Any]) -> Tensor | None:
     return mask if mask is not None and mask.ndim == 2 else None
 
 
-def num_rows_of(inputs: dict[str, Any]) -> int:
+def num_rows_of(inputs: Mapping[str, Any]) -> int:
     """Return B, the first dimension of the model's main input."""
     return shape_of(inputs)[0]
 
@@ -61,7 +82,7 @@ def num_positions_of(inputs: dict[str, Any]) -> int:
     return shape_of(inputs)[1]
 
 
-def shape_of(inputs: dict[str, Any]) -> tuple[int, int]:
+def shape_of(inputs: Mapping[str, Any]) -> tuple[int, int]:
     """Return (B, T), see ``num_rows_of`` and ``num_positions_of``."""
     shape = _main_input(inputs).shape
     return shape[0], shape[1] if len(shape) > 1 else 1
@@ -72,11 +93,11 @@ def shape_of_texts(inputs: Mapping[str, Any]) -> tuple[int, int, int]:
     ids = inputs.get("input_ids")
     if isinstance(ids, Tensor) and ids.ndim == 3:
         return ids.shape[0], ids.shape[1], ids.shape[2]
-    rows, positions = shape_of(dict(inputs))
+    rows, positions = shape_of(inputs)
     return rows, 1, positions
 
 
-def _main_input(inputs: dict[str, Any]) -> Tensor:
+def _main_input(inputs: Mapping[str, Any]) -> Tensor:
     for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
         if isinstance(value := inputs.get(key), Tensor):
             return value

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members import Members
-from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, take_rows
 from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.member_sums import LocalMembers
 from hf_bayes.members.quantised import guard
@@ -336,8 +335,7 @@ class BayesianModel(HostMethods):
 
     def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
         """Return the rows ``index`` [k] of a batch, in this order; a row may come several times."""
-        rows = num_rows_of(inputs)
-        return with_tensors(inputs, lambda x: x[index.to(x.device)] if x.shape[:1] == (rows,) else x)
+        return take_rows(inputs, index)
 
     def num_positions(self, inputs: dict[str, Any]) -> int:
         """Return T, the number of positions that a row of a batch takes in the model."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.members.inputs import num_positions_of, num_rows_of, padding_mask, repeat_rows, without_labels
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, padding_mask, repeat_rows, take_rows, without_labels
 
 
 def test_rows_are_repeated_member_by_member_in_tensors_and_dicts() -> None:
@@ -13,6 +13,18 @@ def test_rows_are_repeated_member_by_member_in_tensors_and_dicts() -> None:
     assert folded["masks"]["full"].shape == (6, 1)
     assert folded["one"].shape == (1, 3)
     assert folded["flag"] is True
+
+
+@pytest.mark.parametrize("num_rows", [3, 4])
+def test_positions_on_several_axes_are_cut_by_rows(num_rows: int) -> None:
+    positions = torch.arange(3 * num_rows * 2).reshape(3, num_rows, 2)  # with 3 rows, the axes are as many
+    inputs = {"input_ids": positions[0], "position_ids": positions, "masks": {"full": positions[0]}, "flag": True}
+    found = take_rows(inputs, torch.tensor([2, 0, 2]))
+    assert torch.equal(found["position_ids"], positions[:, [2, 0, 2]])
+    assert torch.equal(found["masks"]["full"], positions[0, [2, 0, 2]])
+    assert found["flag"] is True
+    folded = repeat_rows(inputs, num_rows, 2)
+    assert torch.equal(folded["position_ids"], torch.cat([positions, positions], 1))
 
 
 def test_rows_and_positions_are_those_of_the_main_input() -> None:
