@@ -39,11 +39,6 @@ class RiskAsymptote:
         risks = [value + offset for value in self.risks]
         return replace(self, risks=risks, limit=self.limit + offset)
 
-    @property
-    def fitted_from(self) -> int:
-        """The smallest S that the fit uses."""
-        return _fitted_from(len(self.sizes))
-
 
 def risk_asymptote(log_lik: Tensor, chain: Sequence[int]) -> RiskAsymptote | None:
     """Extrapolate to infinitely many members (cold_posteriors app. F) by a least squares fit to C(S) for S >= M / 4.

@@ -35,11 +35,6 @@ class Task:
         return f"AutoModel{self.suffix}"
 
     @property
-    def bayesian_class(self) -> str:
-        """The name of the class that loads the posterior."""
-        return f"BayesianModel{self.suffix}"
-
-    @property
     def pipeline(self) -> str:
         """The name of the pipeline."""
         return f"bayesian-{self.tag}"

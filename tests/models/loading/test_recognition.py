@@ -66,7 +66,7 @@ def test_a_head_decides_the_task(make: Callable[[], nn.Module], task: str) -> No
     assert task_of(make()).name == task
     with attach(make(), subspace="last_layer") as bayesian:
         assert type(bayesian) is MODELS[task]
-        assert type(bayesian).__name__ == TASKS[task].bayesian_class
+        assert type(bayesian).__name__ == f"BayesianModel{TASKS[task].suffix}"
         assert bayesian.auto_class.__name__ == TASKS[task].auto_class
 
 
