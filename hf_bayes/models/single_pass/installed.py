@@ -6,7 +6,7 @@ All other modules keep their own forward, and torch calls the rules of ``Gaussia
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -280,16 +280,17 @@ Rules = dict[type, Callable[[Any, Tensor, Any], Any]]
 
 def frozen_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the forward of a frozen module during a single pass; None if the module keeps its own."""
+    # a partial copies its module with the model; a deep copy of a closure would compute with the original's module
     if isinstance(module, Conv1D):
-        return lambda x: _through(module, x, _CONV1D)
+        return partial(_through, _CONV1D, module)
     if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
-        return lambda x: _through(module, x, _FAMILY_RMS_NORM)
+        return partial(_through, _FAMILY_RMS_NORM, module)
     if type(module).__module__ == "transformers.activations":
-        return lambda x: _through(module, x, _ACTIVATION)
+        return partial(_through, _ACTIVATION, module)
     return None
 
 
-def _through(module: Any, x: Any, rules: Rules) -> Any:
+def _through(rules: Rules, module: Any, x: Any) -> Any:
     forward, spread = type(module).forward, spread_of(x)
     if spread is None:
         return forward(module, x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hf_bayes.models.single_pass.gaussian_tensor import mean_of
 from hf_bayes.models.single_pass.installed import frozen_forward
 from scripts.reproduce.small_models import attached
 from tests.models.single_pass.cases import DOUBLE
-from tests.tiny_models import batch, inputs_of, tiny_bert, tiny_gpt2, with_lora
+from tests.tiny_models import batch, inputs_of, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
 MODULES = {
     "linear": (lambda: tiny_bert(dtype=DOUBLE), r"pooler\.dense"),
@@ -104,3 +106,24 @@ def test_ordinary_modules_keep_their_forward() -> None:
     assert frozen_forward(nn.Linear(2, 2)) is None
     assert frozen_forward(nn.LayerNorm(2)) is None
     assert frozen_forward(tiny_gpt2().transformer.h[0].mlp.c_fc) is not None
+
+
+FROZEN = {
+    "RMSNorm and SiLU": lambda: with_lora(tiny_llama(dtype=DOUBLE)),
+    "Conv1D and GELU": lambda: with_lora(tiny_gpt2(dtype=DOUBLE), target_modules=["c_attn"]),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_computes_with_its_own_modules(name: str, copied: Any) -> None:
+    inputs = batch(rows=2)
+    with attached(FROZEN[name](), "trainable") as bayesian, torch.no_grad():
+        other = copied(bayesian.single_pass(structure="diagonal"))
+        before = bayesian(**inputs)
+        for value in bayesian.core.parameters():
+            value.mul_(2)
+        found = other(**inputs)
+        assert not torch.equal(bayesian(**inputs).logits, before.logits)
+    assert torch.equal(found.logits, before.logits)
+    assert torch.equal(found.epistemic, before.epistemic)
