@@ -28,6 +28,7 @@ from hf_bayes.distributions.covariance import (
     Kronecker,
     KroneckerBlock,
     LowRank,
+    moved,
 )
 
 
@@ -226,7 +227,8 @@ def weight_law(mean: Tensor, bias: Tensor | None, weight: _Part | None, offset: 
         weight: the covariance of the weight; None if it is frozen.
         offset: the covariance of the bias; None if it is frozen or there is none.
     """
-    weight = _Part(torch.zeros_like(mean)) if weight is None else weight
+    weight = _Part(torch.zeros_like(mean)) if weight is None else moved(weight, mean)
+    offset = moved(offset, mean)  # a posterior of float32 may have a model of float64, and the reverse
     given = [part for part in (weight, offset) if part is not None and part.columns is not None]
     columns = scales = None
     if given:

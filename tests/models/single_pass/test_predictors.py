@@ -181,3 +181,14 @@ def test_static_caches_are_refused_where_keys_are_uncertain() -> None:
                 else:
                     found = bayesian.generate(**batch(), **settings, **static)
                     torch.testing.assert_close(found["epistemic"], expected["epistemic"])
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "low_rank"])
+@pytest.mark.parametrize("build", [tiny_bert, tiny_llama])
+def test_a_widened_model_predicts_as_before(build: Any, structure: str) -> None:
+    inputs = batch(rows=2)
+    with attached(with_lora(build()), "trainable") as bayesian, torch.no_grad():
+        narrow = bayesian.single_pass(structure=structure)(**inputs)
+        wide = bayesian.double()(**inputs)
+    torch.testing.assert_close(wide.epistemic, narrow.epistemic.to(wide.epistemic), rtol=1e-3, atol=1e-5)
+    assert next(bayesian.core.parameters()).dtype == DOUBLE

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance import COVARIANCES, Covariance, LowRank, dense
+from hf_bayes.distributions.covariance import COVARIANCES, Covariance, LowRank, dense, moved
 from hf_bayes.models.single_pass.weight_laws import WeightLaw, parts_of, transposed, weight_law
 from tests.models.linear_cases import random_covariance
 from tests.models.single_pass.cases import normal
@@ -77,6 +77,16 @@ def test_a_transposed_weight_has_the_same_law() -> None:
         weights = dense(covariance, x).view(IN, OUT, IN, OUT)
         expected = torch.einsum("i,ikjl,j->kl", x, weights, x)
         assert (law.covariance(x[None], None)[0] - expected).abs().max() < 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", COVARIANCES)
+def test_a_law_has_the_dtype_of_its_mean(kind: str) -> None:
+    law, covariance = law_of(kind)
+    narrow = parts_of(moved(covariance, torch.zeros(0)), LAYOUT)
+    found = weight_law(law.mean, law.bias, narrow["weight"], narrow["bias"])
+    x = normal(2, IN, seed=5)
+    torch.testing.assert_close(found.variance(x, None), law.variance(x, None), rtol=1e-5, atol=1e-5)
+    assert found.variance(x, None).dtype == torch.float64
 
 
 def test_another_structure_is_refused_by_name() -> None:
