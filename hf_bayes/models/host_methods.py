@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.members import Members
-from hf_bayes.models.refusals import refuse_compiling, refuse_pushing, refuse_saving
+from hf_bayes.models.refusals import CHANGES_OF_THE_BASE, refusal_of, refuse_compiling, refuse_pushing, refuse_saving
 
 
 class HostMethods(PreTrainedModel):
@@ -87,3 +87,7 @@ class HostMethods(PreTrainedModel):
         self.core.gradient_checkpointing_disable()
 
     save_pretrained, push_to_hub = refuse_saving, refuse_pushing  # type: ignore[assignment]
+
+
+for _name in CHANGES_OF_THE_BASE:
+    setattr(HostMethods, _name, refusal_of(_name))

@@ -1,8 +1,8 @@
-"""Errors of Bayesian models: wrong shapes, compiling, saving as an ordinary model, unsupported language models."""
+"""Errors of Bayesian models: wrong shapes, compiling, saving or changing as an ordinary model, language models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,12 @@ from hf_bayes.models.predictors import Predictor
 
 _ANSWER_NO_CACHE = ("recurrent_gemma", "xlm", "flaubert")
 """Model types that take a cache, and keep what counts in their layers or predict at a mask token."""
+
+CHANGES_OF_THE_BASE = (
+    "add_adapter", "load_adapter", "delete_adapter", "resize_token_embeddings", "resize_position_embeddings",
+    "set_input_embeddings", "set_output_embeddings", "set_encoder", "set_decoder",
+)  # fmt: skip
+"""Methods of transformers that would change the model inside a Bayesian model."""
 
 
 def refuse_theta(layout: Layout, theta: Tensor, statistics: Layout) -> None:
@@ -144,6 +150,20 @@ def refuse_pushing(model: object, *args: object, **kwargs: object) -> NoReturn:
         "a BayesianModel is pushed as a posterior: BayesianTrainer.push_to_hub(), or Posterior.push_to_hub(), of a "
         "loaded model model.posterior.push_to_hub()"
     )
+
+
+def refusal_of(name: str) -> Callable[..., NoReturn]:
+    """Return the method that stands in place of a method of ``CHANGES_OF_THE_BASE``."""
+
+    def refuse(model: object, *args: object, **kwargs: object) -> NoReturn:
+        """Raise: the method would change the model inside, and with it the predictions of all members."""
+        raise ValueError(
+            f"{name} would change the model inside a BayesianModel, and its members belong to that model as it is. "
+            "Call detach(), change the model that it returns, save it, and attach to it again"
+        )
+
+    refuse.__name__ = name
+    return refuse
 
 
 def refuse_bidirectional(core: nn.Module) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hf_bayes import attach
-from tests.tiny_models import tiny_llama, with_lora
+from hf_bayes.models.attaching import MODELS
+from hf_bayes.models.refusals import CHANGES_OF_THE_BASE
+from tests.tiny_models import batch, tiny_bert, tiny_llama, with_lora
 
 
 def test_the_model_inside_answers_for_embeddings_and_precision() -> None:
@@ -32,3 +38,21 @@ def test_other_members_do_not_keep_the_gradient_of_the_old_ones() -> None:
     assert bool((model.theta != 0).any())  # a copy
     model.theta.square().sum().backward()
     assert model.theta.grad.shape == model.theta.shape
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_bert])
+@pytest.mark.parametrize("name", CHANGES_OF_THE_BASE)
+def test_a_change_of_the_model_inside_is_refused(name: str, build: Any) -> None:
+    model = attach(with_lora(build()), num_members=2)
+    before = model(**batch()).logits
+    assert hasattr(PreTrainedModel, name)
+    with pytest.raises(
+        ValueError, match=rf"^{name} would change the model inside .* Call detach\(\), change the model"
+    ):
+        getattr(model, name)(torch.nn.Identity())
+    assert torch.equal(model(**batch()).logits, before)
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_THE_BASE)
+def test_no_class_of_a_task_takes_a_refused_change(name: str) -> None:
+    assert {getattr(kind, name).__module__ for kind in MODELS.values()} == {"hf_bayes.models.refusals"}
