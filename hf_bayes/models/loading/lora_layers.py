@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
@@ -74,13 +75,15 @@ def check_fits(model: nn.Module, layout: Layout, where: str) -> None:
 
 
 def names_of(model: PeftModel) -> dict[str, Any]:
-    """Return the fields of a live LoRA that locate it, by full module names, with the ranks and alphas that peft uses.
+    """Return the fields of a live LoRA that locate it, by full module names, with its ranks and its alphas.
+
+    The alphas give the scalings that the layers compute with, which peft's ``scale_layer`` and ``set_scale`` change.
 
     Raises:
-        ValueError: if names alone cannot locate it.
+        ValueError: if names alone cannot locate it, or if no alpha gives the scaling of a layer.
     """
     adapter, base = model.active_adapter, model.get_base_model()
-    config = model.peft_config[adapter]
+    config = cast(LoraConfig, model.peft_config[adapter])
     layers = {name: layer for name, layer in modules_of(base, LoraLayer).items() if adapter in layer.r}
     wrappers = modules_of(base, ModulesToSaveWrapper)
     saved = sorted(name for name, wrapper in wrappers.items() if adapter in wrapper.modules_to_save)
@@ -92,12 +95,37 @@ def names_of(model: PeftModel) -> dict[str, Any]:
         "layers_to_transform": None,
         "layers_pattern": None,
         "modules_to_save": saved or None,
-        "rank_pattern": lora_config.patterns({name: layer.r[adapter] for name, layer in layers.items()}, config.r),  # type: ignore[attr-defined]
+        "rank_pattern": lora_config.patterns({name: layer.r[adapter] for name, layer in layers.items()}, config.r),
         "alpha_pattern": lora_config.patterns(
-            {name: layer.lora_alpha[adapter] for name, layer in layers.items()},
-            config.lora_alpha,  # type: ignore[attr-defined]
+            {name: _alpha_of(name, layer, adapter, config) for name, layer in layers.items()}, config.lora_alpha
         ),
     }
+
+
+def _alpha_of(name: str, layer: LoraLayer, adapter: str, config: LoraConfig) -> float:
+    """Return the alpha of a layer's scaling s = alpha / r, with rsLoRA alpha / sqrt(r), to the rounding of float64.
+
+    Raises:
+        ValueError: for a scaling of at most 0, and for one that differs from the scaling of a start such as PiSSA.
+    """
+    own: float = layer.lora_alpha[adapter]
+    scaling: float = layer.scaling[adapter]
+    divisor = math.sqrt(layer.r[adapter]) if config.use_rslora else layer.r[adapter]
+    if scaling == own / divisor:
+        return own
+    if config.init_lora_weights in lora_config.REPEATABLE:
+        # the start has subtracted its adapter from the base model, at the first scaling
+        raise ValueError(
+            f"{name}: its adapter has the scaling {scaling}, and init_lora_weights={config.init_lora_weights!r} began "
+            f"with {own / divisor}: a posterior could not repeat this. Set lora_alpha or alpha_pattern in the "
+            "LoraConfig instead of calling set_scale or scale_layer"
+        )
+    if not scaling > 0:
+        raise ValueError(
+            f"{name}: its adapter has the scaling {scaling}, expected more than 0. Give it another one (set_scale, "
+            "unscale_layer), or leave the layer out of target_modules"
+        )
+    return float(scaling * divisor)
 
 
 def _excluded(model: nn.Module, targets: Any, where: str) -> list[str]:

@@ -146,3 +146,33 @@ def test_loading_matches_no_expression_of_the_file(tmp_path: Path, monkeypatch: 
     texts = [name for field in ("target_modules", "modules_to_save") for name in written[field] or ()]
     assert all(re.fullmatch(r"[\w.]+", name) for name in [*texts, *written["rank_pattern"], *written["alpha_pattern"]])
     assert (written["exclude_modules"], written["layers_pattern"], written["layers_to_transform"]) == (None,) * 3
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_scaling_that_was_set_comes_back(rslora: bool, tmp_path: Path) -> None:
+    model = with_lora(tiny_llama(), use_rslora=rslora, rank_pattern={"q_proj": 3})
+    first, *others = (layer for layer in model.modules() if isinstance(layer, LoraLayer))
+    first.set_scale("default", 0.3)
+    others[-1].scale_layer(3.0)
+    expected, logits = layers_of(model), model.eval()(**batch()).logits
+    saved(model, tmp_path)
+    plain = PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=tiny_llama(), members=2)
+    for found in (plain, loaded.model):
+        assert layers_of(found) == {name: (r, pytest.approx(s, rel=1e-15)) for name, (r, s) in expected.items()}
+    assert (plain(**batch()).logits - logits).abs().max() < 1e-5
+    assert adapter_config(loaded.model)["alpha_pattern"] == adapter_config(model)["alpha_pattern"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("start", "scale", "message"),
+    [
+        (True, -1.0, r"layers\.0\..*has the scaling -.*expected more than 0.*leave the layer out of target_modules"),
+        ("olora", 3.0, r"layers\.0\..*has the scaling .*'olora' began with .*Set lora_alpha"),
+    ],
+)
+def test_scalings_that_no_alpha_gives_are_refused(start: Any, scale: float, message: str) -> None:
+    model = with_lora(tiny_llama(num_key_value_heads=4), init_lora_weights=start, init_b=0)
+    next(layer for layer in model.modules() if isinstance(layer, LoraLayer)).scale_layer(scale)
+    with pytest.raises(ValueError, match=message):
+        names_of(model)
