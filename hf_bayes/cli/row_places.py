@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from datasets import DatasetDict
+
+_LONGEST_CELL = 2**31 - 1
+"""The characters that a cell of a table may have: all that a C long holds everywhere. csv refuses 131,073."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,20 @@ def _line(file: Path, row: int) -> int | None:
     with file.open(encoding="utf-8", newline="") as lines:
         if file.suffix == ".jsonl":
             return next(islice((number for number, line in enumerate(lines, 1) if line.strip()), row, None), None)
-        if file.suffix == ".csv":  # a row may have line ends in quotes
-            reader, before, found = csv.reader(lines), 0, -1  # the header is no row
-            for cells in reader:
-                if cells and found == row:
-                    return before + 1
-                before, found = reader.line_num, found + bool(cells)
+        if file.suffix == ".csv":
+            return _line_of_table(lines, row)
+    return None
+
+
+def _line_of_table(lines: Iterable[str], row: int) -> int | None:
+    """Return the line in which a row of a .csv file begins. A row may have line ends in quotes."""
+    limit = csv.field_size_limit(_LONGEST_CELL)  # a setting of the whole process
+    try:
+        reader, before, found = csv.reader(lines), 0, -1  # the header is no row
+        for cells in reader:
+            if cells and found == row:
+                return before + 1
+            before, found = reader.line_num, found + bool(cells)
+    finally:
+        csv.field_size_limit(limit)
     return None

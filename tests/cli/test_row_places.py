@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ def test_a_row_has_the_line_that_an_editor_shows(
     file = tmp_path / name
     file.write_text(content)
     assert [place_of(str(file), row) for row in range(len(lines))] == [f"line {line} of {file}" for line in lines]
+
+
+def test_a_long_cell_hides_no_line(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    file = tmp_path / "a.csv"
+    file.write_text(f"text,n\n{'a' * (before + 1)},1\nlast,2\n")
+    assert place_of(str(file), 1) == f"line 3 of {file}"
+    assert csv.field_size_limit() == before
 
 
 def test_rows_without_a_line_are_counted_from_1(tmp_path: Path) -> None:
