@@ -259,7 +259,7 @@ class DataArguments:
 
     _argument_group_name = "data"
 
-    dataset: str = field(metadata={"help": "A .txt, .jsonl, .csv or .parquet file or glob, or a data set of the Hub."})
+    dataset: str = field(metadata={"help": "A .txt, .jsonl, .csv, .tsv or .parquet file or glob, or a Hub data set."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     validation_file: str | None = field(default=None, metadata={"help": "Local files to evaluate on."})
     validation_fraction: float = field(
@@ -267,7 +267,7 @@ class DataArguments:
     )
     text_column: str = field(default="text", metadata={"help": "Column of the text."})
 
-    def load(self, seed: int) -> Splits:
+    def load(self, seed: int, *, label_column: str | None = None) -> Splits:
         """Return the splits "train" and "validation", see ``load_splits``."""
         return load_splits(
             self.dataset,
@@ -275,6 +275,7 @@ class DataArguments:
             validation_file=self.validation_file,
             validation_fraction=self.validation_fraction,
             text_column=self.text_column,
+            label_column=label_column,
             seed=seed,
         )
 

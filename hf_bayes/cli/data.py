@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from hf_bayes.cli.hold_out import cut_text, hold_out
+from hf_bayes.cli.local_files import check_formats, is_local, load_files, matching, suffix_of, with_kinds_of
 from hf_bayes.cli.parsing import read_text
 from hf_bayes.cli.row_places import Splits, if_filled, place_of
-
-_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_splits(
@@ -23,6 +21,7 @@ def load_splits(
     validation_file: str | None = None,
     validation_fraction: float = 0.1,
     text_column: str = "text",
+    label_column: str | None = None,
     seed: int = 0,
     revision: str | None = None,
 ) -> Splits:
@@ -32,13 +31,15 @@ def load_splits(
     one text (posteriors paper, app. E). A test split is never used, so that it stays untouched.
 
     Args:
-        dataset: a .txt (one text per file), .jsonl, .json, .csv or .parquet file, a glob of such files, or a Hub data
-            set.
+        dataset: a .txt (one text per file), .jsonl, .json, .csv, .tsv or .parquet file, a glob of such files, a folder
+            of ``save_to_disk``, or a Hub data set.
         config: the configuration of a Hub data set.
         validation_file: a local file or glob, only together with local training files.
         validation_fraction: share of the training rows to hold out if there is no validation split. 0 returns no
             validation split.
         text_column: the column that holds the text.
+        label_column: the column of the classes, if rows have classes. Random rows are then held out so that the
+            training split keeps a row of each class.
         seed: the seed of the random split.
         revision: the revision of a Hub data set.
     Raises:
@@ -50,23 +51,22 @@ def load_splits(
             f"validation_fraction must be at least 0, which holds no row out, and below 1, got {validation_fraction}: "
             "give the share of the training rows to evaluate on, such as 0.1"
         )
-    _refuse_format(dataset)
-    if Path(dataset).suffix in _FORMATS:
+    sources = {name: f"the split {name!r} of {dataset!r}" for name in ("train", "validation")}
+    if is_local(dataset):
         if config is not None:
             raise ValueError(f"dataset_config={config!r} is for a data set of the Hub, got {dataset!r}: leave it out")
-        files = {"train": matching(dataset)}
-        if validation_file is not None:
-            files["validation"] = matching(validation_file)
-        splits = _load_files(files)
+        splits = _load_local(dataset, validation_file)
         sources = {"train": dataset, "validation": validation_file or dataset}
     elif validation_file is not None:
         raise ValueError(
             f"validation_file={validation_file!r} goes with a local training file, got the Hub data set {dataset!r}: "
             "leave it out, or give files for both"
         )
+    elif is_saved(dataset):
+        loaded = load_from_disk(dataset)
+        splits = DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
     else:
         splits = load_dataset(dataset, config, revision=revision)
-        sources = {name: f"the split {name!r} of {dataset!r}" for name in ("train", "validation")}
     if "train" not in splits:
         raise ValueError(f"{dataset!r} has no split 'train', only {', '.join(splits)}")
     for name in ("train", "validation"):
@@ -78,8 +78,23 @@ def load_splits(
         found.rows["validation"] = splits["validation"]
     elif validation_fraction > 0:
         found.sources["validation"] = sources["train"]
-        _hold_out(found, validation_fraction, text_column, seed)
+        hold_out(found, validation_fraction, text_column=text_column, label_column=label_column, seed=seed)
     return found
+
+
+def _load_local(train: str, validation: str | None) -> DatasetDict:
+    """Return the splits of local files. Each is read alone: the validation rows may have more columns."""
+    files = [matching(name) for name in (train, validation) if name is not None]
+    check_formats([file for group in files for file in group])
+    splits = DatasetDict(train=load_files(files[0]))
+    for group in files[1:]:
+        splits["validation"] = with_kinds_of(load_files(group), splits["train"])
+    return splits
+
+
+def is_saved(name: str) -> bool:
+    """Return whether a name is a folder that ``save_to_disk`` of ``datasets`` has written."""
+    return any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
 
 
 def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "text") -> tuple[Dataset, Dataset]:
@@ -100,45 +115,44 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
             f"held_out must lie strictly between 0 and 1, got {held_out}: each episode is tested on its end, so give "
             "the share of it, such as 0.15"
         )
-    _refuse_format(source)
-    if Path(source).suffix in _FORMATS:
-        rows = _load_files({"train": matching(source)})["train"]
+    if is_local(source):
+        rows = load_files(matching(source))
     else:
         name, _, split = source.partition(":")
         *owner, config = name.split("/") if name.count("/") == 2 else (name, None)
         rows = load_dataset("/".join(owner), config, split=split or "train")
     check_texts(rows, text_column, repr(source), place=partial(place_of, source))
-    parts = _cut_text("\n\n".join(rows[text_column]), 1 - held_out)
+    parts = cut_text("\n\n".join(rows[text_column]), 1 - held_out, column=text_column)
     if parts is None:
         raise ValueError(f"{source!r} is too short to hold out {held_out} of it as its end: give more text")
-    return _as_rows(parts, text_column)
+    return parts
 
 
 def load_rows(file: str) -> Dataset:
-    """Return the rows of a .jsonl, .json, .csv or .parquet file, or of a glob of such files.
+    """Return the rows of a .jsonl, .json, .csv, .tsv or .parquet file, or of a glob of such files.
 
     Raises:
         ValueError: for a file of another format, or an empty file.
         FileNotFoundError: for a pattern that matches nothing.
     """
-    if Path(file).suffix == ".txt":
+    if suffix_of(file) == ".txt":
         raise ValueError(f"{file} is one text, expected rows: give a .jsonl, .csv or .parquet file with a row for each")
-    return _load_files({"train": matching(file)})["train"]
+    return load_files(matching(file))
 
 
 def texts_in(file: str, column: str = "text") -> list[str]:
     """Return the texts of a file or glob: a .txt file is one text, and any other has a text in each row.
 
     Args:
-        column: the column of the texts in a .jsonl, .json, .csv or .parquet file.
+        column: the column of the texts in a .jsonl, .json, .csv, .tsv or .parquet file.
     Raises:
         ValueError: for a file of another format or encoding, an empty file, and as ``check_texts``.
         FileNotFoundError: for a pattern that matches nothing.
     """
     files = matching(file)
-    if all(Path(each).suffix == ".txt" for each in files):
+    if all(suffix_of(each) == ".txt" for each in files):
         return [read_text(each) for each in files]
-    rows = _load_files({"train": files})["train"]
+    rows = load_files(files)
     check_texts(rows, column, file)
     return list(rows[column])
 
@@ -165,54 +179,6 @@ def named_files(test: str, pairs: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--ood got the name {name!r} for {files[name]} and for {path}: give each set its own")
         files[name] = path
     return files
-
-
-def matching(pattern: str) -> list[str]:
-    """Return the files that a path or a glob names.
-
-    Raises:
-        ValueError: for an empty name.
-        FileNotFoundError: for a pattern that matches nothing.
-    """
-    _refuse_format(pattern)
-    path = Path(pattern)
-    root = Path(path.anchor) if path.is_absolute() else Path()
-    files = [str(path)] if path.is_file() else sorted(map(str, root.glob(str(path.relative_to(path.anchor)))))
-    if not files:
-        raise FileNotFoundError(f"no file matches {pattern!r}")
-    return files
-
-
-def _load_files(files: dict[str, list[str]]) -> DatasetDict:
-    suffixes = {Path(file).suffix for group in files.values() for file in group}
-    if len(suffixes) != 1 or not suffixes <= set(_FORMATS):
-        raise ValueError(
-            f"files must all be of one format out of {', '.join(_FORMATS)}, got {', '.join(sorted(suffixes))}"
-        )
-    kind = _FORMATS[suffixes.pop()]
-    every = [file for group in files.values() for file in group]
-    for file in every:
-        if Path(file).stat().st_size == 0:
-            raise ValueError(f"{file} is empty")
-    # A text file is one text: windows cross the ends of lines. A byte order mark before it is no text.
-    options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
-    try:
-        return load_dataset(kind, data_files=files, **options)
-    except (DatasetsError, ValueError) as error:
-        if "corresponds to no data" in str(error):
-            raise ValueError(f"{', '.join(every)}: a file has 0 rows, expected one or more") from error
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ValueError(
-            f"{', '.join(every)} cannot be read as {kind} ({reason}): correct the file, and save it in UTF-8"
-        ) from error
-
-
-def _refuse_format(name: str) -> None:
-    """Refuse an empty name, and a local file of another format, which would be looked for on the Hub."""
-    if not name:
-        raise ValueError("a file is expected, got an empty name: name one")
-    if Path(name).is_file() and Path(name).suffix not in _FORMATS:
-        raise ValueError(f"{name} is a file of another format, expected one of {', '.join(_FORMATS)}")
 
 
 def check_split(split: Dataset, column: str, what: str) -> None:
@@ -248,39 +214,3 @@ def check_texts(split: Dataset, column: str, what: str, *, place: Callable[[int]
                     f"{where}: {column!r} holds nothing (null), expected text: fill it, or leave it out"
                     + if_filled(where)
                 )
-
-
-def _hold_out(splits: Splits, fraction: float, text_column: str, seed: int) -> None:
-    """Move a part of the training data to the split "validation"."""
-    train = splits.rows["train"]
-    if len(train) > 1:
-        numbers = Dataset.from_dict({"number": range(len(train))})
-        parts = numbers.train_test_split(test_size=math.ceil(fraction * len(train)), seed=seed)
-        for name, part in (("train", parts["train"]), ("validation", parts["test"])):
-            splits.numbers[name] = list(part["number"])
-            splits.rows[name] = train.select(splits.numbers[name])
-        return
-    cut = _cut_text(train[0][text_column], 1 - fraction)
-    if cut is None:
-        raise ValueError("the training data is one text, too short to hold out a part: give a validation file")
-    splits.rows["train"], splits.rows["validation"] = _as_rows(cut, text_column)
-
-
-def _as_rows(parts: tuple[str, str], column: str) -> tuple[Dataset, Dataset]:
-    head, tail = (Dataset.from_dict({column: [part]}) for part in parts)
-    return head, tail
-
-
-def _cut_text(text: str, fraction: float) -> tuple[str, str] | None:
-    """Cut a text in two at the last line end (or blank, or character) before ``fraction`` of its length.
-
-    Returns None if one part would be blank.
-    """
-    place = int(len(text) * fraction)
-    for end in ("\n", " "):
-        found = text.rfind(end, place // 2, place)
-        if found > 0:
-            place = found + 1
-            break
-    head, tail = text[:place], text[place:]
-    return (head, tail) if head.strip() and tail.strip() else None

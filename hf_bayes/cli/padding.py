@@ -29,6 +29,16 @@ def give_padding(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> None
         config.pad_token_id = tokenizer.pad_token_id
 
 
+def give_length(tokenizer: PreTrainedTokenizerBase, longest: int | None) -> None:
+    """Lower the length to which a tokenizer cuts texts to the model's context, if it has no limit or a larger one.
+
+    Args:
+        longest: tokens of the model's context, see ``input_check.context_of``; None for no limit.
+    """
+    if longest is not None:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
+
+
 def padding_collator(
     tokenizer: PreTrainedTokenizerBase, rows: Iterable[Dataset], *, padding: Padding
 ) -> DataCollatorWithPadding:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from datasets import DatasetDict
 
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LONGEST_CELL = 2**31 - 1
 """The characters that a cell of a table may have: all that a C long holds everywhere. csv refuses 131,073."""
 
@@ -34,7 +36,7 @@ class Splits:
 
 
 def place_of(source: str, row: int) -> str:
-    """Return words for a row: its line in a .jsonl or .csv file, or else its number, both counted from 1.
+    """Return words for a row: its line in a .jsonl, .csv or .tsv file, or else its number, both counted from 1.
 
     Args:
         source: a file, or words for another source.
@@ -45,15 +47,16 @@ def place_of(source: str, row: int) -> str:
 
 
 def if_filled(place: str) -> str:
-    """Return words to add to an error about an empty cell: in a .csv file, the reader takes some words as empty.
+    """Return words to add to an error about an empty cell: in a table, the reader takes some words as empty.
 
     Args:
         place: the words of ``place_of`` for the row.
     """
-    if ".csv" not in place:
+    kind = next((suffix for suffix in _SEPARATORS if suffix in place.lower()), None)
+    if kind is None:
         return ""
     return (
-        ". If the cell is filled: NA, null, None and the like also count as empty in a .csv file; rename the class, "
+        f". If the cell is filled: NA, null, None and the like also count as empty in a {kind} file; rename the class, "
         "change the text, or give the rows as .jsonl"
     )
 
@@ -61,18 +64,22 @@ def if_filled(place: str) -> str:
 def _line(file: Path, row: int) -> int | None:
     """Return the line in which a row begins; None for a file of another kind, or with fewer rows."""
     with file.open(encoding="utf-8", newline="") as lines:
-        if file.suffix == ".jsonl":
+        if file.suffix.lower() == ".jsonl":
             return next(islice((number for number, line in enumerate(lines, 1) if line.strip()), row, None), None)
-        if file.suffix == ".csv":
-            return _line_of_table(lines, row)
+        if (separator := _SEPARATORS.get(file.suffix.lower())) is not None:
+            return _line_of_table(csv.reader(lines, delimiter=separator), row)
     return None
 
 
-def _line_of_table(lines: Iterable[str], row: int) -> int | None:
-    """Return the line in which a row of a .csv file begins. A row may have line ends in quotes."""
+def _line_of_table(reader: Any, row: int) -> int | None:
+    """Return the line in which a row begins. A row may have line ends in quotes.
+
+    Args:
+        reader: the ``csv.reader`` of a file with a header.
+    """
     limit = csv.field_size_limit(_LONGEST_CELL)  # a setting of the whole process
     try:
-        reader, before, found = csv.reader(lines), 0, -1  # the header is no row
+        before, found = 0, -1  # the header is no row
         for cells in reader:
             if cells and found == row:
                 return before + 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from hf_bayes.cli import data as data_module
 from hf_bayes.cli.data import load_episode, load_rows, load_splits, named_files, texts_in
@@ -51,6 +51,27 @@ def test_files_and_globs_are_splits_of_their_own(tmp_path: Path) -> None:
     held_out = write(tmp_path / "held-out.jsonl", ROWS[12:])
     splits = load_splits(str(tmp_path / "?.jsonl"), validation_file=held_out).rows
     assert (len(splits["train"]), len(splits["validation"])) == (12, 8)
+
+
+def test_a_validation_file_may_have_more_columns(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.csv", ROWS)
+    more = write(tmp_path / "more.csv", [{"id": i, **row} for i, row in enumerate(ROWS[:4])])
+    found = load_splits(rows, validation_file=more).rows["validation"]
+    assert found.column_names == ["id", "text", "label"]
+    assert found.remove_columns("id").to_list() == ROWS[:4]
+
+
+def test_numbers_are_names_beside_a_file_with_names(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "7"}])
+    (tmp_path / "more.jsonl").write_text('{"text": "c", "label": 7}')
+    assert load_splits(rows, validation_file=str(tmp_path / "more.jsonl")).rows["validation"]["label"] == ["7"]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_saved_data_set_is_read(tmp_path: Path, split: bool) -> None:
+    rows = Dataset.from_list(ROWS)
+    (DatasetDict(train=rows) if split else rows).save_to_disk(tmp_path / "saved")
+    assert load_splits(str(tmp_path / "saved"), validation_fraction=0).rows["train"].to_list() == ROWS
 
 
 def test_text_files_are_one_text_each(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from hf_bayes.cli.padding import give_padding, padding_collator
+from hf_bayes.cli.padding import give_length, give_padding, padding_collator
 from tests.tiny_models import tiny_gpt2, tiny_tokenizer
 
 
@@ -31,6 +31,14 @@ def test_a_missing_padding_token_is_the_same_for_both(known: int | None, token: 
     give_padding(tokenizer, config)
     assert tokenizer.pad_token == token
     assert config.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(("limit", "longest", "length"), [(10**30, 64, 64), (32, 64, 32), (32, None, 32)])
+def test_a_tokenizer_cuts_no_later_than_the_context(limit: int, longest: int | None, length: int) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = limit
+    give_length(tokenizer, longest)
+    assert tokenizer.model_max_length == length
 
 
 def test_batches_are_padded_alone_on_request(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -33,7 +33,7 @@ FIFTH_REVIEW_PLACES = (
           "    check_columns(target.text_column, None, args.label_column)\n", "",
           ("cli/evaluation/test_words.py::test_rows_that_do_not_fit_end_in_one_sentence",)),
     Fault("fifth: a filled cell of a table is called empty", "cli/row_places.py",
-          'if ".csv" not in place:', 'if ".csv" in place:',
+          "    if kind is None:", "    if kind is not None:",
           ("cli/test_labels.py::test_a_class_that_a_csv_file_cannot_hold_is_explained",
            "cli/test_data.py::test_a_row_that_is_no_text_is_refused")),
 )

@@ -28,14 +28,15 @@ from datasets import Dataset
 from rich.console import Console
 
 from hf_bayes.cli.command import Command
-from hf_bayes.cli.data import matching, named_files
+from hf_bayes.cli.data import named_files
 from hf_bayes.cli.evaluation.case import TEST, Case, Collate, Found, Target
 from hf_bayes.cli.evaluation.case import evaluate as statistics_of
 from hf_bayes.cli.evaluation.cases import CASES, case_of, described, head_of, own_arguments
 from hf_bayes.cli.evaluation.figure import plot
 from hf_bayes.cli.evaluation.table import tables
 from hf_bayes.cli.json_text import json_text
-from hf_bayes.cli.padding import give_padding
+from hf_bayes.cli.local_files import matching
+from hf_bayes.cli.padding import give_length, give_padding
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.metrics import evaluation_results
@@ -90,7 +91,9 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
     model = load() if model is None else model
     give_padding(tokenizer, model.core.config)
-    target = Target(head_of(config, args.posterior), context_of(model.core)[0], args.text_column)
+    longest = context_of(model.core)[0]
+    give_length(tokenizer, longest)
+    target = Target(head_of(config, args.posterior), longest, args.text_column)
     sets = case.read(files, tokenizer, target, chosen)
     collate = case.collate(tokenizer, sets, chosen)
     model.to(PartialState().device)  # the device that training would use
