@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from peft import TaskType
 from transformers import AutoModelForSequenceClassification
 
 from hf_bayes.cli.arguments import TRAINABLE, DataArguments, ModelArguments
-from hf_bayes.cli.labels import labelled_text
-from hf_bayes.cli.padding import Padding, padding_collator
+from hf_bayes.cli.labels import encoded_text, text_labels
+from hf_bayes.cli.padding import Padding, give_length, padding_collator
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.scripts import ModelAndData
 from hf_bayes.core.layout import select
+from hf_bayes.models.input_check import context_of
+from hf_bayes.models.loading.base_model import core_of
 from hf_bayes.models.loading.lora_layers import plain_name
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
@@ -58,30 +61,35 @@ def classifier(
     Args:
         subspace: the random parameters, see ``hf_bayes.core.layout.select``.
     Raises:
-        ValueError: if ``subspace`` leaves parameters frozen that the checkpoint lacks, and as ``labelled_text`` and
-            ``DataArguments.load``.
+        ValueError: if ``subspace`` leaves parameters frozen that the checkpoint lacks, and as ``text_labels``,
+            ``encoded_text`` and ``DataArguments.load``.
     """
     tokenizer = model_args.load_tokenizer()
+    numbers = labels.regression or args.noise_std is not None
+    columns: dict[str, Any] = {"text_column": data_args.text_column, "pair_column": labels.pair_column}
     with args.main_process_first(desc="data"):
-        loaded = data_args.load(args.seed)
-        splits, head = labelled_text(
+        loaded = data_args.load(args.seed, label_column=None if numbers else labels.label_column)
+        columns["place"] = loaded.place
+        known = model_args.class_names()
+        found = text_labels(loaded.rows, label_column=labels.label_column, numbers=numbers, known=known, **columns)
+    weights = model_args.load_model(AutoModelForSequenceClassification, **found.head)
+    model, new, _ = weights
+    longest, has_table = context_of(core_of(model))
+    give_length(tokenizer, longest)
+    with args.main_process_first(desc="tokens"):
+        splits = encoded_text(
             loaded.rows,
             tokenizer,
-            text_column=data_args.text_column,
-            pair_column=labels.pair_column,
-            label_column=labels.label_column,
-            numbers=labels.regression or args.noise_std is not None,
+            found.labels,
             max_length=labels.max_length,
-            place=loaded.place,
-            known=model_args.class_names(),
+            longest=longest if has_table else None,
+            **columns,
         )
-    found = model_args.load_model(AutoModelForSequenceClassification, **head)
-    model, new, _ = found
     # decoders classify by the last token that is not padding, so they need the padding token
     model.config.pad_token_id = tokenizer.pad_token_id
     adapted = model_args.add_lora(model, TaskType.SEQ_CLS, new, subspace=subspace)
     learnt = {plain_name(name) for name in select(adapted, subspace).names} if new else set()
     frozen = [name for name in new if name not in learnt]
-    model_args.check_weights(found, frozen, "give another model, or learn them (LoRA does; --subspace all does)")
+    model_args.check_weights(weights, frozen, "give another model, or learn them (LoRA does; --subspace all does)")
     collate = padding_collator(tokenizer, splits.values(), padding=labels.padding)
     return ModelAndData(adapted, splits["train"], splits.get("validation"), collate, tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ _KINDS = {
     str: "text", int: "integers", float: "decimal numbers", bool: "true or false", list: "lists", dict: "mappings",
 }  # fmt: skip
 """The kinds of values in a row of JSON -> words for them."""
+_TARGETS = "a command predicts one number for a text; several need the classes of Python, see docs/models.md"
 
 
 class LabelledText(NamedTuple):
@@ -49,19 +50,47 @@ class LabelReader(NamedTuple):
     advice: str
 
 
+class TextLabels(NamedTuple):
+    """The labels of all splits, before the texts are encoded.
+
+    Attributes:
+        labels: the name of a split -> the label of each row.
+        head: see ``LabelledText``.
+    """
+
+    labels: dict[str, list[Any]]
+    head: dict[str, Any]
+
+
 def labelled_text(
+    splits: DatasetDict, tokenizer: Any, *, max_length: int | None = None, **columns: Any
+) -> LabelledText:
+    """Read the labels of texts (or of pairs of texts), and encode the texts.
+
+    Args:
+        splits: rows of text. There must be a split "train".
+        tokenizer: any tokenizer of transformers.
+        max_length: the largest number of tokens in a row. None uses the limit of the tokenizer.
+        columns: the other arguments of ``text_labels``.
+    Raises:
+        ValueError: as ``text_labels`` and ``encoded_text``.
+    """
+    found = text_labels(splits, **columns)
+    both = {name: columns[name] for name in ("text_column", "pair_column", "place") if name in columns}
+    return LabelledText(encoded_text(splits, tokenizer, found.labels, max_length=max_length, **both), found.head)
+
+
+def text_labels(
     splits: DatasetDict,
-    tokenizer: Any,
     *,
     text_column: str = "text",
     pair_column: str | None = None,
     label_column: str = "label",
     numbers: bool = False,
-    max_length: int | None = None,
     place: Callable[[str, int], str] | None = None,
     known: Sequence[str] | None = None,
-) -> LabelledText:
-    """Encode texts (or pairs of texts) and their labels.
+) -> TextLabels:
+    """Return the labels of all rows, and the settings of a head that predicts them.
 
     A column of lists gives each text several labels (multi-label). Any other column gives each text one class. The
     classes come from the data set's ``ClassLabel``, or else are the sorted distinct values of the training split. If
@@ -69,12 +98,10 @@ def labelled_text(
 
     Args:
         splits: rows of text. There must be a split "train".
-        tokenizer: any tokenizer of transformers.
         text_column: the column of the text.
         pair_column: the column of a second text, such as the hypothesis beside a premise.
         label_column: the column of the labels.
         numbers: True if labels are numbers to predict (a regression) instead of classes. Decimal numbers always are.
-        max_length: the largest number of tokens in a row. None uses the limit of the tokenizer.
         place: a function from a split and the number of a row to words for it, for errors.
         known: the names of the classes that the model already predicts, in its order. If there are as many of them as
             classes, and the names differ, there is a warning.
@@ -83,19 +110,61 @@ def labelled_text(
             regression, or not in the training split.
     """
     check_columns(text_column, pair_column, label_column)
+    place = place or _in_split
     for name, split in splits.items():
         for column in [text_column, *([] if pair_column is None else [pair_column])]:
-            check_texts(split, column, f"the split {name!r}", place=None if place is None else partial(place, name))
+            check_texts(split, column, f"the split {name!r}", place=partial(place, name))
         check_split(split, label_column, f"the split {name!r}")
-    labels = _labels_of(splits["train"], label_column, numbers=numbers, known=known)
+    reader = _labels_of(splits["train"], label_column, numbers=numbers, known=known)
+    labels = {name: read_labels(split[label_column], reader, partial(place, name)) for name, split in splits.items()}
+    return TextLabels(labels, reader.head)
+
+
+def encoded_text(
+    splits: DatasetDict,
+    tokenizer: Any,
+    labels: Mapping[str, list[Any]],
+    *,
+    text_column: str = "text",
+    pair_column: str | None = None,
+    max_length: int | None = None,
+    longest: int | None = None,
+    place: Callable[[str, int], str] | None = None,
+) -> DatasetDict:
+    """Return the rows of ``LabelledText.splits``.
+
+    Args:
+        splits, text_column, pair_column, place: as in ``text_labels``.
+        tokenizer, max_length: as in ``labelled_text``.
+        labels: the name of a split -> the label of each row.
+        longest: the tokens that the model can read at most; None for a model without such a limit.
+    Raises:
+        ValueError: naming the first row without a token, or with more than ``longest`` of them.
+    """
+    place = place or _in_split
     encode = _encoder(tokenizer, text_column, pair_column, max_length)
     encoded = DatasetDict()
     for name, split in splits.items():
-        where = partial(place_of, f"the split {name!r}") if place is None else partial(place, name)
-        found = read_labels(split[label_column], labels, where)
         rows = split.map(encode, batched=True, remove_columns=split.column_names)
-        encoded[name] = rows.add_column("labels", found)
-    return LabelledText(encoded, labels.head)
+        _check_lengths(rows, partial(place, name), longest)
+        encoded[name] = rows.add_column("labels", labels[name])
+    return encoded
+
+
+def _in_split(name: str, row: int) -> str:
+    return place_of(f"the split {name!r}", row)
+
+
+def _check_lengths(rows: Dataset, place: Callable[[int], str], longest: int | None) -> None:
+    """Check that each row has a token, and at most ``longest`` of them (None: any number)."""
+    for row, ids in enumerate(rows["input_ids"]):
+        if not ids:
+            raise ValueError(f"{place(row)} has no token, expected text to predict a label from: leave the row out")
+        if longest is not None and len(ids) > longest:
+            raise ValueError(
+                f"{place(row)} has {len(ids)} tokens, more than the model's context of {longest}, and its table of "
+                f"positions ends there: lower max_length to {longest}"
+            )
 
 
 def unlabelled_text(
@@ -113,13 +182,14 @@ def unlabelled_text(
         what: the name of the rows in errors.
         tokenizer, text_column, pair_column, max_length: as in ``labelled_text``.
     Raises:
-        ValueError: for a missing column, and a row without text.
+        ValueError: for a missing column, and a row without text or without a token.
     """
     for column in [text_column, *([] if pair_column is None else [pair_column])]:
         check_texts(rows, column, what)
-    return rows.map(
-        _encoder(tokenizer, text_column, pair_column, max_length), batched=True, remove_columns=rows.column_names
-    )
+    encode = _encoder(tokenizer, text_column, pair_column, max_length)
+    encoded = rows.map(encode, batched=True, remove_columns=rows.column_names)
+    _check_lengths(encoded, partial(place_of, what), None)
+    return encoded
 
 
 def check_columns(text_column: str, pair_column: str | None, label_column: str) -> None:
@@ -174,9 +244,11 @@ def read_labels(values: Iterable[Any], labels: LabelReader, place: Callable[[int
 
 def _labels_of(train: Dataset, column: str, *, numbers: bool, known: Sequence[str] | None) -> LabelReader:
     feature = train.features[column]
-    if numbers:
-        return NUMBERS
     several, given = classes_in(feature)
+    if numbers:
+        if several:
+            raise ValueError(f"the column {column!r} holds lists, expected a number for each text: {_TARGETS}")
+        return NUMBERS
     if isinstance(feature, dict):
         raise ValueError(
             f"the column {column!r} holds mappings, expected a class, a list of classes or a number: name another"
@@ -190,9 +262,10 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool, known: Sequence[st
             # in a table with empty cells, classes that were integers have a decimal point, too
             if not several and not all(float(value).is_integer() for value in found if math.isfinite(value)):
                 return NUMBERS
+            one = "(A table with empty cells has 1.0 in place of 1.) To predict a number for each text, set regression"
             raise ValueError(
-                f"the column {column!r} holds numbers with a decimal point, expected classes: integers or strings. "
-                "(A table with empty cells has 1.0 in place of 1.) To predict a number for each text, set regression"
+                f"the column {column!r} holds {'lists of ' if several else ''}numbers with a decimal point, expected "
+                f"classes: integers or strings. {f'For targets: {_TARGETS}' if several else one}"
             )
         index = {value: number for number, value in enumerate(sorted(found))}
         names = [str(value) for value in index]

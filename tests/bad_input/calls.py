@@ -178,7 +178,7 @@ CALLS = [
     Call(f"{CLASSIFY} --pair_column label", ("must differ, got text, label, label",)),
     Call(f"{CLASSIFY} --text_column label", ("must differ, got label, label",)),
     Call(f"{CLASSIFY} --validation_file third.jsonl", ("line 3 of third.jsonl has the label 'third'", "even, odd")),
-    Call(f"{CLASSIFY} --label_column text --text_column label", ("has the label", "one of the 10 classes (A chain")),
+    Call(f"{CLASSIFY} --label_column text --text_column label", ("no row can be held out", "name another column")),
     Call(f"{CLASSIFY} --max_length -1", ("--max_length must be at least 1, got -1",)),
     Call(f"{CONTINUAL} --methods zebra", ("methods ['zebra'] are unknown: choose of single",)),
     Call(f"{CONTINUAL} --held_out nan", ("held_out must lie strictly between 0 and 1",)),

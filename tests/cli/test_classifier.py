@@ -39,6 +39,28 @@ def test_the_head_has_the_classes_of_the_data(tmp_path: Path) -> None:
     assert batches[0]["input_ids"].shape == batches[1]["input_ids"].shape  # padded to one length
 
 
+def test_texts_are_cut_at_the_model_s_context(tmp_path: Path) -> None:
+    """The tokenizer of the base model names no limit."""
+    given = parts(tmp_path, tiny_bert(max_position_embeddings=8), lora_rank=2)
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"text": "a chain " * i, "parity": ("even", "odd")[i % 2]}) for i in range(1, 9))
+    )
+    found = classifier(*given)
+    assert max(map(len, found.train_dataset["input_ids"])) == found.processing_class.model_max_length == 8
+    given[2].max_length = 12
+    with pytest.raises(ValueError, match=r"line \d of .*rows.jsonl has \d+ tokens, more than the model's context of 8"):
+        classifier(*given)
+
+
+def test_the_split_of_a_run_keeps_each_class(tmp_path: Path) -> None:
+    model, data, labels, args = parts(tmp_path, tiny_bert(), lora_rank=2)
+    rows = [{"text": TEXTS[0], "parity": f"class {i % 8}"} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data.validation_fraction = 0.5
+    found = classifier(model, data, labels, args)
+    assert found.model.config.num_labels == len(set(found.train_dataset["labels"])) == 8
+
+
 def test_classes_that_the_model_predicts_keep_its_order(tmp_path: Path) -> None:
     base = tiny_bert(num_labels=3)
     base.config.id2label = {0: "odd", 1: "even", 2: "none"}

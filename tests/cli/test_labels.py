@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from hf_bayes.cli.data import load_rows, load_splits
-from hf_bayes.cli.labels import labelled_text, unlabelled_text
+from hf_bayes.cli.labels import encoded_text, labelled_text, text_labels, unlabelled_text
 from hf_bayes.cli.model_labels import classes_of
 
 ROWS = [{"text": f"text {i}", "label": "even" if i % 2 == 0 else "odd"} for i in range(20)]
@@ -161,7 +161,10 @@ def test_text_pairs_are_encoded_together_with_token_types() -> None:
         (["a", "a"], "two classes or more"),
         ([[], []], "two classes or more"),
         ([2.0, 1.0], "integers or strings. .* To predict a number for each text, set regression"),
-        ([[0.5], [1.0]], "integers or strings"),
+        (
+            [[0.5], [1.0]],
+            "lists of numbers .* integers or strings. .* one number for a text; several",
+        ),
     ],
 )
 def test_one_class_or_whole_decimals_are_refused(
@@ -221,6 +224,34 @@ def test_a_column_of_decimal_numbers_is_a_regression(tokenizer: PreTrainedTokeni
     encoded, head = labelled_text(columns(label=[0.5, 1.0]), tokenizer)
     assert head == {"num_labels": 1, "problem_type": "regression"}
     assert encoded["train"]["labels"] == [0.5, 1.0]
+
+
+def test_lists_are_no_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"'label' holds lists, expected a number for each text: .* docs/models.md"):
+        labelled_text(columns(label=[[0.5, 1.0]]), tokenizer, numbers=True)
+
+
+def test_rows_that_the_model_cannot_read_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The place is that in the file, where the rows were neither shuffled nor held out."""
+    rows = [{"text": f"{'a b ' * 9 * (i == 5)}text", "label": i % 2} for i in range(12)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    loaded = load_splits(str(file), validation_fraction=0.25)
+    labels = text_labels(loaded.rows, place=loaded.place).labels
+    words = rf"line 6 of {file} has 40 tokens, more than the model's context of 12, .*: lower max_length to 12"
+    with pytest.raises(ValueError, match=words):
+        encoded_text(loaded.rows, tokenizer, labels, longest=12, place=loaded.place)
+    assert encoded_text(loaded.rows, tokenizer, labels, longest=40, place=loaded.place).keys() == loaded.rows.keys()
+
+
+def test_a_row_without_a_token_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.backend_tokenizer.post_processor = None
+    data = DatasetDict(train=Dataset.from_dict({"text": ["a", "b", ""], "label": [0, 1, 1]}))
+    words = r"row 3 \(counted from 1\) of {} has no token, expected text to predict a label from: leave the row out"
+    with pytest.raises(ValueError, match=words.format("the split 'train'")):
+        labelled_text(data, tokenizer)
+    with pytest.raises(ValueError, match=words.format("other.csv")):
+        unlabelled_text(data["train"], tokenizer, what="other.csv")
 
 
 def test_texts_without_labels_are_encoded_as_labelled_ones(
