@@ -6,8 +6,6 @@ Such a network is one plausible model. It has no epistemic uncertainty, and its 
 from __future__ import annotations
 
 import os
-import shutil
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +19,7 @@ from hf_bayes.models.loading.posterior import loaded
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.directory import member_files
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.storage import disk
 from hf_bayes.posteriors.tasks import TASKS
 
 
@@ -88,9 +87,9 @@ def export_model(
     Raises:
         ValueError: for a quantised base model, whose weights cannot take an adapter up without an error, for a
             tokenizer that names code of another repository than the base model, and if the directory is not empty.
+        OSError: if the directory cannot be written. No file is left then.
     """
-    root = Path(directory)
-    storage.check_new(root)
+    storage.check_new(directory)
     if "quantization_config" in posterior.config.head:
         raise ValueError(
             f"the base model of {posterior.source or 'this posterior'} is quantised, and an adapter cannot be merged "
@@ -98,10 +97,15 @@ def export_model(
         )
     base = base_model or posterior.config.base_model["name_or_path"] or None
     with posterior.sidecars.folder(code_from=None if base is None else str(base)) as sidecars:
-        merged(posterior, network, base_model=base_model).save_pretrained(root)
-        for name in posterior.sidecars.files:
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(sidecars / name, root / name)
+        files = {name: (sidecars / name).read_bytes() for name in posterior.sidecars.files}
+    model = merged(posterior, network, base_model=base_model)
+    with storage.new_directory(directory) as staging:
+        model.save_pretrained(staging)
+        for name, data in files.items():
+            path = staging / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # the model's generation config: the posterior's replaces it
+            disk.write(path, data)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from huggingface_hub import SpaceCardData
 
 from hf_bayes.posteriors.compat import is_repo_id
 from hf_bayes.posteriors.config import library_versions
-from hf_bayes.posteriors.storage import check_new
+from hf_bayes.posteriors.storage import disk, new_directory
 
 _APP = Path(__file__).parent / "templates" / "space_app.py.jinja"
 _REQUIREMENTS = "hf-bayes[demo]=={version}\n"
@@ -32,6 +32,7 @@ def write_space(
         title: the title of the Space.
     Raises:
         ValueError: for a name that is no id of the Hub, for two equal ids, and if the directory is not empty.
+        OSError: if the directory cannot be written. No file is left then.
     """
     for name in posteriors:
         if Path(name).exists() or not is_repo_id(name) or "/" not in name:
@@ -52,11 +53,9 @@ def write_space(
         "requirements.txt": _REQUIREMENTS.format(version=library_versions()["hf-bayes"]),
         "README.md": f"---\n{data}\n---\n\n{text}",
     }
-    root = Path(directory)
-    check_new(root)
-    root.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (root / name).write_text(content, encoding="utf-8")
+    with new_directory(directory) as staging:
+        for name, content in files.items():
+            disk.write(staging / name, content.encode())
 
 
 def app_file(posteriors: Sequence[str]) -> str:

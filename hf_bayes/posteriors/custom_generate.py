@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.posteriors import lora_config
+from hf_bayes.posteriors import lora_config, storage
 from hf_bayes.posteriors.config import library_versions
 from hf_bayes.posteriors.file_formats import MODEL_PREFIX
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.model_card import CUSTOM_GENERATE, write_card
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_approximation
+from hf_bayes.posteriors.storage import disk
 
 _TEMPLATE = Path(__file__).parent / "templates" / "generate.py.jinja"
 _REQUIREMENTS = "torch\nsafetensors\ntransformers>=5.20\n"
@@ -52,15 +53,17 @@ def export_custom_generate(
         The posterior of draws that the repository holds.
     Raises:
         ValueError: if the repository cannot represent the posterior, naming the reason, or the directory is not empty.
+        OSError: if the directory cannot be written. No file is left then.
     """
     check_exportable(posterior)
     draws = as_draws(posterior, members)
-    draws.save_pretrained(directory, overwrite=False, repo_id=repo_id, **card)
-    file = Path(directory) / CUSTOM_GENERATE
-    file.parent.mkdir()
-    file.write_text(generate_file(), encoding="utf-8")
-    file.with_name("requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
-    write_card(directory, repo_id=repo_id, **card)
+    with storage.new_directory(directory) as staging:
+        draws.save_pretrained(staging, repo_id=repo_id, **card)
+        file = staging / CUSTOM_GENERATE
+        file.parent.mkdir()
+        disk.write(file, generate_file().encode())
+        disk.write(file.with_name("requirements.txt"), _REQUIREMENTS.encode())
+        write_card(staging, repo_id=repo_id, **card)
     return draws
 
 

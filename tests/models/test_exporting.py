@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoTokenizer,
+    PreTrainedModel,
     ResNetConfig,
     ResNetForImageClassification,
 )
@@ -26,6 +29,7 @@ from hf_bayes.models.image_classification import BayesianModelForImageClassifica
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
+from hf_bayes.posteriors.storage import disk
 from tests.members.reference import scattered
 from tests.models.test_statistics import digits, trained
 from tests.posteriors.exported import posterior_of
@@ -136,3 +140,29 @@ def test_a_quantised_base_and_a_full_directory_are_refused(tmp_path: Path) -> No
     config = dataclasses.replace(posterior.config, head={"quantization_config": {"quant_method": "bitsandbytes"}})
     with pytest.raises(ValueError, match="is quantised, and an adapter cannot be merged"):
         export_model(dataclasses.replace(posterior, config=config), posterior.representative, tmp_path / "out")
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_a_full_disk_leaves_no_part_of_a_model(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior = posterior_of("lora", tmp_path / "base")
+    write = disk.write
+
+    def full_model(_: PreTrainedModel, folder: Path) -> None:
+        write(folder / "model.safetensors", b"a part")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    def full_tokenizer(path: Path, data: bytes) -> None:
+        if path.name == "tokenizer.json" and path.parent.parent == tmp_path:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, data)
+
+    if part == "model":
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", full_model)
+    else:
+        monkeypatch.setattr(disk, "write", full_tokenizer)
+    with pytest.raises(OSError, match=f"cannot save to {tmp_path / 'out'}: No space left on device") as caught:
+        export_model(posterior, posterior.representative, tmp_path / "out", base_model=str(tmp_path / "base"))
+    assert caught.value.errno == errno.ENOSPC
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    monkeypatch.undo()
+    export_model(posterior, posterior.representative, tmp_path / "out", base_model=str(tmp_path / "base"))

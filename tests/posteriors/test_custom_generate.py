@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from hf_bayes.posteriors.custom_generate import as_draws, export_custom_generate
 from hf_bayes.posteriors.file_formats import GENERATION_CONFIG
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
+from hf_bayes.posteriors.storage import disk
 from tests.faults.posteriors import draws
 from tests.hub_server import serving
 from tests.models.prepared import unchanged
@@ -255,3 +257,20 @@ def test_a_process_without_hf_bayes_generates_the_same(kind: str, tmp_path: Path
         difference = (found[f"{name}.epistemic"] - expected.epistemic).abs().nan_to_num().max().item()
         print(f"{kind}, {name}: largest difference of EU {difference:.1e} nats")
         assert difference < 1e-6
+
+
+def test_a_full_disk_leaves_no_part_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, write = posterior_of("lora", tmp_path / "base"), disk.write
+    for name in ("manifest.json", "generate.py"):
+
+        def full(path: Path, data: bytes, *, last: str = name) -> None:
+            if path.name == last:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            write(path, data)
+
+        monkeypatch.setattr(disk, "write", full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            export_custom_generate(posterior, tmp_path / "out")
+        assert caught.value.strerror.startswith(f"cannot save to {tmp_path / 'out'}: No space left on device at ")
+        assert caught.value.strerror.count("cannot save") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["base"]

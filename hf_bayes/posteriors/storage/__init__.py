@@ -30,7 +30,7 @@ from hf_bayes.posteriors.storage.ownership import check_folder, check_new, check
 from hf_bayes.posteriors.storage.read import listed_files, read_bytes, read_directory, read_file
 from hf_bayes.posteriors.storage.recovery import recover
 from hf_bayes.posteriors.storage.seal import check_seal, seal, unseal
-from hf_bayes.posteriors.storage.write import replace_text, write_directory, write_plain
+from hf_bayes.posteriors.storage.write import new_directory, replace_text, write_directory, write_plain
 
 __all__ = [
     "MANIFEST",
@@ -43,6 +43,7 @@ __all__ = [
     "check_seal",
     "check_writable",
     "listed_files",
+    "new_directory",
     "read_bytes",
     "read_directory",
     "read_file",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -37,14 +38,34 @@ def explaining(root: Path, total: int) -> Iterator[None]:
         raise explained(error, root, total, committed=False) from error
 
 
-def explained(error: OSError, root: Path, total: int, *, committed: bool) -> OSError:
-    """Return the same error with the size of the save, the free space, and the state of ``root`` in its message."""
+def failure(error: BaseException) -> OSError | None:
+    """Return the failure of the disk that an error reports; None for another error.
+
+    The libraries safetensors and tokenizers raise errors of their own, which name the number of the system's error.
+    """
+    if isinstance(error, OSError):
+        first = error.__cause__ if isinstance(error.__cause__, OSError) else error  # an explained one has a cause
+        return None if first.errno is None else first
+    number = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, Exception) else None
+    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+
+
+def explained(error: OSError, root: Path, total: int | None, *, committed: bool) -> OSError:
+    """Return the same error with the size of the save, the free space, and the state of ``root`` in its message.
+
+    Args:
+        error: the error of the disk.
+        root: the target of the save.
+        total: the bytes of the save; None if they are not known.
+        committed: whether the new content is in place.
+    """
     free = shutil.disk_usage(root if root.exists() else root.parent).free
     state = "the new save is complete, but was not tidied up" if committed else "what was there before is intact"
+    space = f"{free:,} bytes are" if total is None else f"The save needs about {total:,} bytes, {free:,} are"
     return type(error)(
         error.errno,
-        f"cannot save to {root}: {error.strerror} at {error.filename or root}. The save needs about {total:,} bytes, "
-        f"{free:,} are free there; {state}. Free space or choose another directory, then save again",
+        f"cannot save to {root}: {error.strerror} at {error.filename or root}. {space} free there; {state}. Free space "
+        "or choose another directory, then save again",
         str(root),
     )
 

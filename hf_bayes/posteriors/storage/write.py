@@ -202,23 +202,46 @@ def write_plain(directory: str | os.PathLike[str], files: Mapping[str, Content])
     """Write a new directory in one step, without a manifest: for readers without hf_bayes.
 
     Raises:
-        ValueError: as ``check_new``.
-        OSError: if it cannot be written. No file is left then.
+        ValueError, OSError: as ``new_directory``.
     """
-    root = Path(directory)
-    check_new(root)
-    made = disk.make_directories(root.parent)
-    staging = root.parent / f"{STAGING}{secrets.token_hex(8)}"
-    try:
-        staging.mkdir()
+    with new_directory(directory, total=sum(map(size_in_bytes, files.values()))) as staging:
         for name, content in files.items():
             check_name(name)
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             disk.write(staging / name, encode(name, content))
-        os.rename(staging, root)
+
+
+@contextlib.contextmanager
+def new_directory(directory: str | os.PathLike[str], *, total: int | None = None) -> Iterator[Path]:
+    """Yield an empty staging directory, which becomes ``directory`` in one step after the block.
+
+    Args:
+        directory: the target, which is missing or empty.
+        total: the bytes that the block writes, for the error message; None if they are not known.
+    Raises:
+        ValueError: as ``check_new``.
+        OSError: if it cannot be written, naming ``directory``. No file is left then, as after any other error.
+    """
+    check_new(directory)
+    root = Path(os.path.realpath(directory))  # a link to an empty directory stays
+    made = disk.make_directories(root.parent)
+    # an empty directory that cannot be replaced itself, such as a volume of a container, is filled name by name
+    fixed = root.exists() and (os.path.ismount(root) or not os.access(root.parent, os.W_OK))
+    staging = (root if fixed else root.parent) / f"{STAGING}{secrets.token_hex(8)}"
+    try:
+        staging.mkdir()
+        yield staging
+        for path in (*staging.rglob("*"), staging):
+            disk.fsync(path)
+        if fixed:
+            for name in os.listdir(staging):
+                os.rename(staging / name, root / name)
+            staging.rmdir()
+        else:
+            os.rename(staging, root)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
-        total = sum(size_in_bytes(content) for content in files.values())
-        explained = disk.explained(error, root, total, committed=False) if isinstance(error, OSError) else error
+        found = disk.failure(error)
+        explained = error if found is None else disk.explained(found, Path(directory), total, committed=False)
         disk.remove_directories(made)
         raise explained from error

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
-from hf_bayes.posteriors.storage import write_directory
+from hf_bayes.posteriors.storage import disk, write_directory
 from tests.posteriors.storage.content import FORMAT, NEW, OLD, comparable, content, names
 
 
@@ -73,3 +74,11 @@ def test_concurrent_writers_take_turns(tmp_path: Path) -> None:
         thread.join()
     assert content(tmp_path) in (comparable(OLD), comparable(NEW))
     assert not any(name.startswith("_hf_bayes") for name in names(tmp_path))
+
+
+def test_a_failure_of_the_disk_is_found_in_the_error_of_a_library() -> None:
+    found = disk.failure(SafetensorError("I/O error: No space left on device (os error 28)"))
+    assert found is not None
+    assert (found.errno, found.strerror) == (errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert disk.failure(ValueError("another")) is None
+    assert disk.failure(OSError("words of a library")) is None

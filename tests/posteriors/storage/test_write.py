@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -193,3 +194,32 @@ def test_package_reads_no_pickle_and_evaluates_no_text() -> None:
         if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in forbidden
     )
     assert not calls
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_plain_directory_on_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "write", full)
+    target = tmp_path / "a" / "b"
+    words = (
+        rf"^cannot save to {target}: No space left on device at .*x\.json\. The save needs about 0 bytes, .* are free"
+    )
+    with pytest.raises(OSError, match="No space") as caught:
+        storage.write_plain(target, {"x.json": {}})
+    assert re.match(words, caught.value.strerror)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(target))
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_an_empty_directory_is_filled_where_it_is(fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "link").symlink_to("volume")
+    before = (tmp_path / "volume").stat().st_ino
+    monkeypatch.setattr(os.path, "ismount", lambda path: fixed)
+    storage.write_plain(tmp_path / "link", {"x.json": {}, "y/z.json": {}})
+    assert names(tmp_path / "volume") == {"x.json", "y", "y/z.json"}
+    assert (tmp_path / "link").is_symlink()
+    assert ((tmp_path / "volume").stat().st_ino == before) is fixed
