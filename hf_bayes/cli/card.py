@@ -8,6 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from hf_bayes.cli.output_file import write_file
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.pipelines.picture import to_picture
 from hf_bayes.posteriors.benchmark_results import Benchmark, benchmark_result
@@ -59,7 +60,7 @@ def rewrite_card(
         files[PICTURE] = _png(to_picture(score(text)), stamp(posterior.fingerprint))
     for name, data in files.items():  # after everything that can refuse: a refused export changes no file
         (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(data)
+        write_file(root / name, data)
     write_card(root, repo_id=repo_id, **fields)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hf_bayes.cli.output_file import write_figure
 from hf_bayes.training.trainer import BayesianTrainer
 
 Results = Mapping[str, Sequence[Sequence[float]]]
@@ -99,7 +100,7 @@ def figures(results: Results, episodes: Sequence[str], directory: Path) -> None:
     panels[0, 0].legend(fontsize=6)
     figure.supylabel("test loss, nats per token", fontsize=8)
     figure.tight_layout()
-    figure.savefig(directory / "losses.png", dpi=150)
+    write_figure(directory / "losses.png", figure, flag="--output_dir", dpi=150)
     pyplot.close(figure)
 
     figure, panel = pyplot.subplots(figsize=(6, 3.5))
@@ -107,5 +108,5 @@ def figures(results: Results, episodes: Sequence[str], directory: Path) -> None:
     panel.set_ylabel("loss above single-episode training")
     panel.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(directory / "average.png", dpi=150)
+    write_figure(directory / "average.png", figure, flag="--output_dir", dpi=150)
     pyplot.close(figure)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_bayes.cli.json_text import json_text
-from hf_bayes.cli.output_file import check_file
+from hf_bayes.cli.output_file import check_file, write_file
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.pipelines.records import PARTS
 from hf_bayes.pipelines.rendering import context_of, to_html
@@ -37,7 +37,7 @@ class OutputArguments:
 def show(records: Sequence[Mapping[str, Any]], output: OutputArguments) -> None:
     """Print the records as tables or as JSON lines, and write the page if it is wanted."""
     if output.html is not None:
-        Path(output.html).write_text(to_html(records), encoding="utf-8")
+        write_file(Path(output.html), to_html(records), flag="--html")
     if output.json:
         for record in records:
             print(json_text(record))

@@ -25,6 +25,7 @@ from hf_bayes.cli.continual_arguments import (
 from hf_bayes.cli.continual_results import Results, figures, losses_on, table
 from hf_bayes.cli.data import load_episode
 from hf_bayes.cli.json_text import json_text
+from hf_bayes.cli.output_file import write_file
 from hf_bayes.cli.progress import one_bar
 from hf_bayes.cli.scripts import begin, continuing_comparison
 from hf_bayes.cli.token_windows import window_length
@@ -46,13 +47,6 @@ SETTINGS = (
 """Training arguments that the results depend on, beside the rows of an update."""
 
 
-def write(file: Path, content: Any) -> None:
-    """Write a JSON file completely. A killed process leaves the old file."""
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(content, default=str))
-    part.replace(file)
-
-
 def agree(file: Path, settings: dict[str, Any], *, writes: bool) -> None:
     """Check that the folder was made with these settings. A new folder records them."""
     settings = json.loads(json.dumps(settings, default=str))
@@ -62,7 +56,7 @@ def agree(file: Path, settings: dict[str, Any], *, writes: bool) -> None:
             raise ValueError(f"{file.parent} was made with other {differing}: choose another output_dir")
     elif writes:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write(file, settings)
+        write_file(file, json.dumps(settings), flag="--output_dir")
 
 
 def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrainingArguments) -> Results:
@@ -108,7 +102,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
                 before = None if name == "single" else folder / f"episode_{index}"
     if args.process_index == 0:
         content = json_text({"settings": settings, "losses": results}, indent=1)
-        (output / "results.json").write_text(content, encoding="utf-8")
+        write_file(output / "results.json", content, flag="--output_dir")
     return results
 
 
@@ -127,7 +121,7 @@ class _Learner:
             trainer = self._trained(rows, directory, config, before, scale)
             found = losses_on(trainer, self._test, trainer.data_collator)
             if trainer.is_world_process_zero():
-                write(file, {"losses": found})
+                write_file(file, json.dumps({"losses": found}), flag="--output_dir")
         self._bar.update(scale)
         return found
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.diagnosis_figure import plot
 from hf_bayes.cli.diagnosis_table import table
-from hf_bayes.cli.output_file import check_file
+from hf_bayes.cli.output_file import check_file, write_figure
 from hf_bayes.posteriors import hub
 from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
 from hf_bayes.posteriors.directory import TRACE
@@ -58,7 +58,7 @@ def diagnose(args: DiagnosisArguments) -> None:
     if drawn is None:
         console.print("There is nothing to plot: this posterior has no log of the chains of a run.")
         return
-    drawn.savefig(Path(args.output), dpi=130)
+    write_figure(Path(args.output), drawn, flag="--output", dpi=130)
     console.print(f"figure: {args.output}")
 
 

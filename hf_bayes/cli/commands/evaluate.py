@@ -36,6 +36,7 @@ from hf_bayes.cli.evaluation.figure import plot
 from hf_bayes.cli.evaluation.table import tables
 from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.local_files import matching
+from hf_bayes.cli.output_file import write_figure, write_file
 from hf_bayes.cli.padding import give_length, give_padding
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
@@ -126,8 +127,8 @@ def measure(
 def write(found: Found, results: Mapping[str, Any], case: Case, directory: Path) -> None:
     """Write the results with a figure to results.json and uncertainty.png of a directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "results.json").write_text(json_text(results, indent=2), encoding="utf-8")
-    plot(found, results, case.figures).savefig(directory / "uncertainty.png", dpi=150)
+    write_file(directory / "results.json", json_text(results, indent=2), flag="--output_dir")
+    write_figure(directory / "uncertainty.png", plot(found, results, case.figures), flag="--output_dir", dpi=150)
 
 
 COMMAND = Command(
