@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_bayes.core.text_safety import visible_line
+from hf_bayes.metrics.figures import NUMBERS, OWN_NUMBERS
 
 MEASURES = {
     "total": "total uncertainty",
@@ -56,6 +57,9 @@ _OF_SEVERAL_LABELS = {
     "brier": "Brier score of a label",
 }
 
+_KINDS_WITH_UNITS = (NUMBERS.kind, OWN_NUMBERS.kind)
+_WITHOUT_UNIT = ("nll", "member_nll", "coverage_50", "coverage_90", "coverage_95", "standardised_rmse", "ence")
+
 
 def tables(results: Mapping[str, Any], posterior: str) -> list[Table]:
     """Return the table of the test set, and a table with a row for each other set if there is one.
@@ -84,11 +88,12 @@ def _scores(results: Mapping[str, Any], posterior: str) -> Table:
         if name in results:
             if name == "member_nll" and results["temperature"] != 1:
                 words += ", at temperature 1"
-            table.add_row(words, f"{results[name]:.4f}", _error(errors.get(name)))
+            table.add_row(words, *_cells(results[name], errors.get(name), _form(results, name)))
+    aurc = _form(results, "aurc")
     for name, words in MEASURES.items():
         if name in results["aurc"]:
-            table.add_row(f"AURC by {words}", f"{results['aurc'][name]:.4f}", _error(errors["aurc"][name]))
-    table.add_row("AURC, the lowest of any order", f"{results['aurc']['best']:.4f}", "-")
+            table.add_row(f"AURC by {words}", *_cells(results["aurc"][name], errors["aurc"][name], aurc))
+    table.add_row("AURC, the lowest of any order", *_cells(results["aurc"]["best"], None, aurc))
     return table
 
 
@@ -100,10 +105,16 @@ def _detection(results: Mapping[str, Any]) -> Table:
         table.add_column(words, justify="right", no_wrap=True)
     for name, areas in results["auroc"].items():
         errors = results["std_error"]["auroc"][name]
-        cells = [f"{areas[m]:.4f} ({_error(errors[m])})" if m in areas else "-" for m in measures]
+        pairs = {m: _cells(areas[m], errors[m], ".4f") for m in measures if m in areas}
+        cells = ["{} ({})".format(*pairs[m]) if m in pairs else "-" for m in measures]
         table.add_row(Text(visible_line(name)), str(results["rows"][name]), *cells)
     return table
 
 
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _form(results: Mapping[str, Any], name: str) -> str:
+    """Return the format of a figure: significant digits for a figure in the unit of the labels, which may be small."""
+    return ".4g" if results["kind"] in _KINDS_WITH_UNITS and name not in _WITHOUT_UNIT else ".4f"
+
+
+def _cells(value: float, error: float | None, form: str) -> tuple[str, str]:
+    return format(value, form), "-" if error is None else format(error, form)

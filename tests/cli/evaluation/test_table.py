@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hf_bayes.cli.evaluation.table import tables
 from hf_bayes.metrics import evaluation_results
-from hf_bayes.metrics.figures import NUMBERS, SEVERAL_LABELS, Figures
+from hf_bayes.metrics.figures import NUMBERS, OWN_NUMBERS, SEVERAL_LABELS, Figures
 from tests.metrics.test_figures import labelled, numbered
 
 
@@ -71,7 +71,9 @@ def test_every_figure_of_a_kind_is_in_the_table(figures: Figures, rows: Any) -> 
     results, file = evaluation_results(rows(30), {"other": rows(20, seed=1)}, figures), io.StringIO()
     Console(width=100, file=file).print(*tables({"members": 2, "temperature": 1.0} | results, "out"))
     hidden = {"total", "aleatoric", "epistemic"}  # the mean of an uncertainty is no score
-    shown = [f"{results[name]:.4f}" for name in [*figures.means, *figures.functions] if name in set(results) - hidden]
+    names = [name for name in [*figures.means, *figures.functions] if name in set(results) - hidden]
+    units = {"rmse", "predictive_std", "epistemic_std"}
+    shown = [f"{results[name]:{'.4g' if name in units else '.4f'}}" for name in names]
     assert [number for number in shown if number not in file.getvalue()] == []
     assert len(shown) >= 7
     assert [f"{area:.4f}" for area in results["auroc"]["other"].values() if f"{area:.4f}" not in file.getvalue()] == []
@@ -81,3 +83,25 @@ def test_sets_that_nothing_tells_apart_have_no_table() -> None:
     one = numbered(10) | {"epistemic_std": np.zeros((10, 1))}
     results = evaluation_results(one, {"other": one}, NUMBERS)
     assert len(tables({"members": 1, "temperature": 1.0} | results, "out")) == 1
+
+
+@pytest.mark.parametrize("figures", [NUMBERS, OWN_NUMBERS])
+@pytest.mark.parametrize("unit", [1e-4, 1.0, 1e4])
+def test_figures_of_any_unit_have_four_digits(figures: Figures, unit: float) -> None:
+    rows: Any = numbered(30)
+    rows = {name: values if name in ("below", "nll") else values * unit for name, values in rows.items()}
+    rows |= {"aleatoric_std": rows["predictive_std"], "member_nll": rows["nll"]}
+    results, file = evaluation_results(rows, {}, figures), io.StringIO()
+    Console(width=100, file=file).print(*tables({"members": 2, "temperature": 1.0} | results, "out"))
+    lines = {line.split("│")[1].strip(): line.split("│")[2:4] for line in file.getvalue().splitlines() if "│" in line}
+    cells = [
+        *lines["RMSE"],
+        *lines["mean epistemic standard deviation"],
+        *lines["AURC by epistemic standard deviation"],
+    ]
+    errors, measure = results["std_error"], "epistemic_std"
+    wanted = [results["rmse"], errors["rmse"], results[measure], errors[measure]]
+    wanted += [results["aurc"][measure], errors["aurc"][measure]]
+    assert [float(cell) for cell in cells] == pytest.approx(wanted, rel=5e-4)  # half of the fourth digit
+    assert lines["NLL"][0].strip() == f"{results['nll']:.4f}"
+    assert max(len(cell.strip()) for cell in cells) < 12
