@@ -96,12 +96,17 @@ def _encoded(
             row_labels.append(IGNORE if word is None or word == before else own[word])
             before = word
         if all(label == IGNORE for label in row_labels):
-            raise ValueError(
-                f"{place_of(what, number)} has no word left in its {max_length} tokens: raise --max_length"
-            )
+            raise ValueError(f"{place_of(what, number)} {_without_words(row, tokenizer, len(row_labels))}")
         labels.append(row_labels)
     kept = {name: values for name, values in encoded.items() if name != "token_type_ids"}
     return Dataset.from_dict({**kept, "labels": labels})
+
+
+def _without_words(row: list[str], tokenizer: PreTrainedTokenizerBase, kept: int) -> str:
+    """Return why no word of a row is scored, and what to do."""
+    if set(tokenizer(row, is_split_into_words=True).word_ids()) <= {None}:
+        return "has no word with a token: drop the row"
+    return f"has no word left in the {kept} tokens that were kept of it: raise --max_length"
 
 
 def scored_tags(found: Predictive, labels: Tensor) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, f1_score, log_loss
+from tokenizers.processors import TemplateProcessing
 
 from hf_bayes.cli.evaluation.case import Target
 from hf_bayes.cli.evaluation.texts import TextArguments
@@ -74,6 +75,7 @@ def test_words_beyond_the_last_token_are_left_out(tmp_path: Path, model: Bayesia
         (["a b"], ["O X"], {}, r"line 1 of .*test.jsonl has the label 'O X', expected tags out of the 3 classes"),
         ([""], [""], {}, r"line 1 of .*test.jsonl has '' in the column 'text', expected a list of words, or text"),
         ([3], ["O"], {}, r"line 1 of .*test.jsonl has 3 in the column 'text', expected a list of words"),
+        (["a b", [""]], ["O O", ["O"]], {}, r"^line 2 of .*test.jsonl has no word with a token: drop the row$"),
         (["a"], ["O"], {"label_column": "tags"}, r"test.jsonl has no column 'tags', only text, label: name one"),
         (["a"], ["O"], {"label_column": "text"}, "columns of the text, .* and the label must differ"),
         (["a"], ["O"], {"pair_column": "b"}, "--pair_column b: a tagger reads one text, leave it out"),
@@ -86,3 +88,13 @@ def test_rows_that_do_not_fit_end_in_one_sentence(
     with pytest.raises(ValueError, match=message) as caught:
         WORD_CASE.read(files, tiny_tokenizer(), Target({"labels": NAMES}, None), TextArguments(**arguments))
     assert "\n" not in str(caught.value)
+
+
+def test_a_row_without_room_for_a_word_names_its_tokens(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    special = [("<s>", 1), ("</s>", 2)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    files = write_rows(tmp_path, ["O O"], text=["a b"])
+    target, arguments = Target({"labels": NAMES}, None), TextArguments(max_length=2)
+    with pytest.raises(ValueError, match=r"^line 1 of .* no word left in the 2 tokens .* of it: raise --max_length$"):
+        WORD_CASE.read(files, tokenizer, target, arguments)
