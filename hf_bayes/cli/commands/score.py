@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes.cli.command import Command
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.posterior_arguments import PosteriorArguments, given_texts
+from hf_bayes.cli.row_places import place_of
 from hf_bayes.cli.token_output import OutputArguments, show
 
 
@@ -35,6 +37,18 @@ class ScoreArguments:
         return {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
 
 
+def refuse_short(given: Sequence[str], tokenizer: Any, texts: ScoreArguments) -> None:
+    """Raise a ValueError for a text of fewer than two tokens, with its place: its first token is not scored."""
+    for number, text in enumerate(given):
+        count = len(tokenizer(text, **texts.cut)["input_ids"])
+        if count < 2:
+            place = f"text {number + 1} of {len(given)}" if texts.file is None else place_of(texts.file, number)
+            advice = "drop it" if texts.max_length is None else "drop it, or raise --max_length"
+            raise ValueError(
+                f"{place}: a text needs two tokens or more to be scored, got {count} in {text!r:.100}: {advice}"
+            )
+
+
 def score(posterior: PosteriorArguments, texts: ScoreArguments, output: OutputArguments) -> None:
     """Show the log-probability and the total, aleatoric and epistemic uncertainty of each token of given texts.
 
@@ -44,7 +58,9 @@ def score(posterior: PosteriorArguments, texts: ScoreArguments, output: OutputAr
         ValueError: for a posterior of another task, no text, or a text of fewer than two tokens.
     """
     given = given_texts(texts.text, texts.file, column=texts.text_column, flag="--text")
-    show(posterior.text_pipeline("score").score(given, batch_size=texts.batch_size, **texts.cut), output)
+    run = posterior.text_pipeline("score")
+    refuse_short(given, run.tokenizer, texts)
+    show(run.score(given, batch_size=texts.batch_size, **texts.cut), output)
 
 
 COMMAND = Command(

@@ -59,3 +59,14 @@ def test_texts_are_scored_together_without_a_padding_token(
     run("score", posterior, "--text", *TEXTS[:2], "--json", "--batch_size", "1")
     alone = [json.loads(line)["uncertainty"] for line in capsys.readouterr().out.splitlines()]
     assert [each["epistemic"] for each in together] == pytest.approx([each["epistemic"] for each in alone], abs=1e-5)
+
+
+def test_a_text_without_two_tokens_is_named(posterior: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [TEXTS[0], "", TEXTS[1]]))
+    with pytest.raises(ValueError, match=r"^line 2 of .*rows\.jsonl: a text needs two tokens .* got 0 in '': drop it$"):
+        run("score", posterior, "--file", str(file), "--batch_size", "1")
+    with pytest.raises(ValueError, match=r"^text 2 of 2: .* got 1 in 'a': drop it$"):
+        run("score", posterior, "--text", TEXTS[0], "a")
+    with pytest.raises(ValueError, match=r"^text 1 of 1: .* got 1 in .*: drop it, or raise --max_length$"):
+        run("score", posterior, "--text", TEXTS[0], "--max_length", "1")
