@@ -6,8 +6,10 @@ transformers.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,6 +38,9 @@ COMMANDS = {
 
 WRONG_INPUT = (ValueError, OSError, ImportError, FloatingPointError)
 """The errors that end a command with a sentence and the status 2. Any other error is a fault and shows a traceback."""
+
+_ARGUMENT = re.compile(r"(?<![\w-])([a-z]\w*)=(?! \(--)(?=[\s,;:)]|\.(?!\.)|$)")
+"""An argument in an error's advice, without a value, and without its flag in brackets behind it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +78,7 @@ def _status(given: list[str]) -> int:
     except WRONG_INPUT as error:
         if traceback or (isinstance(error, BrokenPipeError) and not _has_reader()):
             raise
-        print(f"hf-bayes {name}: {_sentence(error)}", file=sys.stderr)
+        print(f"hf-bayes {name}: {_with_flags(_sentence(error), name)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -132,8 +137,18 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:  # without "[Errno 2]"
         named = str(error.filename) in error.strerror
         return error.strerror if named else f"{error.filename or repr('')}: {error.strerror.lower()}"
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text, reason = str(error).strip(), str(error.__cause__ or "").strip()
+    # a sentence goes on after the reason that it quotes, which may have several lines
+    text = text.replace(f"({reason})", f"({' '.join(reason.split())})")
+    lines = text.splitlines() or [type(error).__name__]
     return lines[0] if len(lines) == 1 else f"{lines[0]} (--traceback shows the rest)"
+
+
+def _with_flags(sentence: str, name: str) -> str:
+    """Return an error's sentence with flags of the command, as --base_model, in place of arguments of Python."""
+    command = getattr(sys.modules.get(f"hf_bayes.cli.commands.{name}"), "COMMAND", None)
+    flags = {field.name for group in command.arguments for field in dataclasses.fields(group)} if command else set()
+    return _ARGUMENT.sub(lambda match: f"--{match[1]}" if match[1] in flags else match[0], sentence)
 
 
 def _end_processes() -> None:

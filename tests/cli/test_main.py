@@ -125,6 +125,32 @@ def test_only_the_first_line_of_an_error_is_shown(
     assert capsys.readouterr().err == "hf-bayes diagnose: no U+001B[31mmodel (--traceback shows the rest)\n"
 
 
+def test_a_quoted_reason_is_shown_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    error = OSError("no model here (no hub\nno network). More")
+    error.__cause__ = OSError("no hub\nno network")
+    monkeypatch.setattr(diagnose, "COMMAND", raising(error))
+    assert main(["diagnose", "out"]) == 2
+    assert capsys.readouterr().err == "hf-bayes diagnose: no model here (no hub no network). More\n"
+
+
+@pytest.mark.parametrize(
+    ("advice", "shown"),
+    [
+        ("give it as output= (no file)", "give it as --output (no file)"),
+        ("give it as output=.", "give it as --output."),
+        ("give it as output= (--output)", "give it as output= (--output)"),
+        ("give it as other=", "give it as other="),
+        ("got output=3, draw(output=...)", "got output=3, draw(output=...)"),
+    ],
+)
+def test_advice_names_the_flag_of_an_argument(
+    advice: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(diagnose, "COMMAND", raising(ValueError(advice)))
+    assert main(["diagnose", "out"]) == 2
+    assert capsys.readouterr().err == f"hf-bayes diagnose: {shown}\n"
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == module.hf_bayes.__version__
