@@ -76,7 +76,7 @@ def test_concurrent_writers_take_turns(tmp_path: Path) -> None:
     assert not any(name.startswith("_hf_bayes") for name in names(tmp_path))
 
 
-def test_a_failure_of_the_disk_is_found_in_the_error_of_a_library() -> None:
+def test_a_library_reports_a_failure_of_the_disk() -> None:
     found = disk.failure(SafetensorError("I/O error: No space left on device (os error 28)"))
     assert found is not None
     assert (found.errno, found.strerror) == (errno.ENOSPC, os.strerror(errno.ENOSPC))
