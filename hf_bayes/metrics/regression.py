@@ -46,6 +46,9 @@ def interval_coverage(below: ArrayLike, level: ArrayLike) -> Array:
 def deviation_bins(error: ArrayLike, deviation: ArrayLike, *, num_bins: int = NUM_BINS) -> DeviationBins:
     """Return predicted and observed errors in bins of the predicted deviation (Levi et al. 2022).
 
+    Examples of equal deviation all count with their mean squared error, so the bins do not depend on the order of the
+    examples.
+
     Args:
         error: [N] label minus prediction.
         deviation: [N] the predicted standard deviation of the label.
@@ -55,10 +58,11 @@ def deviation_bins(error: ArrayLike, deviation: ArrayLike, *, num_bins: int = NU
     require_same_length(error=error, deviation=deviation)
     if num_bins < 1:
         raise ValueError(f"num_bins must be at least 1, got {num_bins}")
-    parts = np.array_split(np.argsort(deviation, kind="stable"), min(num_bins, len(error)))
-    count = np.array([len(part) for part in parts], dtype=np.float64)
-    squares = ([np.square(values[part]).mean() for part in parts] for values in (deviation, error))
-    return DeviationBins(count, *(np.sqrt(values) for values in squares))
+    distinct, group, sizes = np.unique(deviation, return_inverse=True, return_counts=True)
+    squares = (np.square(distinct), np.bincount(group, weights=np.square(error)) / sizes)  # one for each deviation
+    parts = [np.array_split(np.repeat(values, sizes), min(num_bins, len(error))) for values in squares]
+    count = np.array([len(part) for part in parts[0]], dtype=np.float64)
+    return DeviationBins(count, *(np.sqrt([part.mean() for part in values]) for values in parts))
 
 
 def expected_normalized_calibration_error(error: ArrayLike, deviation: ArrayLike, *, num_bins: int = NUM_BINS) -> float:

@@ -33,6 +33,17 @@ def test_bins_hold_the_examples_in_the_order_of_deviation() -> None:
     assert deviation_bins([1.0], [2.0]).num_examples.tolist() == [1]
 
 
+@pytest.mark.parametrize("num_deviations", [1, 3])
+def test_bins_of_equal_deviations_have_no_order(num_deviations: int) -> None:
+    error, deviation = errors(100)[0], np.arange(100) % num_deviations + 1.0
+    bins = deviation_bins(error, deviation)
+    for order in (np.argsort(np.abs(error)), np.random.default_rng(1).permutation(100)):
+        assert deviation_bins(error[order], deviation[order]).observed == pytest.approx(bins.observed, rel=1e-12)
+    if num_deviations == 1:
+        root_mean_square = math.sqrt(np.square(error).mean())
+        assert expected_normalized_calibration_error(error, deviation) == pytest.approx(abs(1 - root_mean_square))
+
+
 def test_right_deviations_have_an_error_of_sampling_alone() -> None:
     # a root mean square of n = 2000 errors has the relative error 1 / sqrt(2 n); the mean of its absolute value
     # over 10 bins is sqrt(2 / pi) of it, give or take 0.6 / sqrt(10) of it: four of these
