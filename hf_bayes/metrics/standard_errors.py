@@ -14,7 +14,7 @@ NUM_RESAMPLES = 200
 
 
 def mean_std_error(values: ArrayLike) -> float | None:
-    """Return the standard error of the mean over all terms of R rows.
+    """Return the standard error of the mean over all terms of R rows. A row without a term does not count.
 
     The mean is a ratio of two sums over rows, of values and of numbers of terms n_r. With s_r the sum of a row,
 
@@ -25,14 +25,15 @@ def mean_std_error(values: ArrayLike) -> float | None:
     Args:
         values: [R, T]; NaN where a row has no further term.
     Returns:
-        The standard error; None for fewer than 2 rows, and if a value is not finite.
+        The standard error; None for fewer than 2 rows with a term, and if a value is not finite.
     """
     values = np.asarray(values, dtype=np.float64)
     counts, sums = (~np.isnan(values)).sum(1), np.nansum(values, 1)
-    if len(values) < 2 or not np.isfinite(sums).all():
+    num_rows = int((counts > 0).sum())
+    if num_rows < 2 or not np.isfinite(sums).all():
         return None
     residuals = sums - counts * sums.sum() / counts.sum()
-    return float(np.sqrt(len(values) / (len(values) - 1) * np.square(residuals).sum()) / counts.sum())
+    return float(np.sqrt(num_rows / (num_rows - 1) * np.square(residuals).sum()) / counts.sum())
 
 
 def bootstrap_std_error(metric: Callable[[Rows], float], num_rows: int) -> float | None:

@@ -60,6 +60,13 @@ def test_one_row_has_no_standard_error() -> None:
     assert bootstrap_std_error(lambda rows: 0.0, 1) is None
 
 
+def test_rows_without_a_term_do_not_count() -> None:
+    rows, empty = [[1.0, 2.0], [4.0, math.nan]], [math.nan, math.nan]
+    assert mean_std_error([rows[0], empty]) is None
+    assert mean_std_error([empty, empty]) is None
+    assert mean_std_error([empty, *rows, empty]) == mean_std_error(rows)
+
+
 def test_rows_of_unequal_length_weigh_by_their_terms() -> None:
     rng = np.random.default_rng(3)
 
