@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import string
+import unicodedata
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,16 +17,40 @@ from torch import Tensor
 
 Equivalence = Callable[[str, str], bool]
 
-_MARK = f"[{re.escape(string.punctuation)}]"
-_MARKS = re.compile(rf"((?<=\d){_MARK}+(?=\d)|(?<![\w.])(?:-\.?|\.)(?=\d))|{_MARK}")
-"""A mark of punctuation; group 1 holds the marks of a number: between two digits, or a sign or point in front."""
+_ONE_SIGN = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u02bc\u00b4", "'"),
+        **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb", '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63", "-"),
+        "\u2044": "/",
+        "\u2264": "<=",
+        "\u2265": ">=",
+    }
+)
+"""Quotation marks, dashes, minus, fraction slash and comparisons -> the signs of a keyboard."""
+
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+")
+_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+
+_OTHER = r"(?:[^\w\s]|_)"
+_AMOUNT = r"(?:[a-z]{0,3}[$\u00a2-\u00a5\u0e3f\u20a0-\u20cf] ?)?\.?\d"  # an optional currency
+_MARKS = re.compile(
+    rf"((?<=\d){_OTHER}+(?=\d)"  # between two digits
+    rf"|(?<![\w.])(?:-\.?(?=\d)|-(?={_AMOUNT})|\.(?=\d))"  # a minus or a point in front
+    r"|(?<=\de)-(?=\d)"  # the minus of an exponent
+    rf"|(?<![-=])[<>]=?(?=\s*-?{_AMOUNT}))"  # a comparison
+    rf"|{_OTHER}"
+)
+"""A character that is neither of a word nor a space; group 1 holds those of a number."""
 
 
 def same_text(one: str, other: str) -> bool:
-    """Return True if two texts agree but for case, punctuation and spaces.
+    """Return True if two texts agree but for case, punctuation, ASCII symbols such as "$", and the number of spaces.
 
-    Punctuation between two digits is part of a number, as are a minus sign and a point before its first digit: "3.5"
-    differs from "35", "1,000" from "1000", and "-5" from "5".
+    The forms of one character are equal (Unicode's NFKC), as are straight and curly quotation marks, and all dashes.
+    Marks between two digits are part of a number, as are a minus sign and a point before its first digit or its
+    currency, the minus of an exponent, and "<" and ">" in front: "3.5" differs from "35", "1,000" from "1000", "-$5"
+    from "$5", "2e-3" from "2e3", and "<5" from ">5".
     """
     return _plain(one) == _plain(other)
 
@@ -73,4 +98,14 @@ def clusters(texts: Sequence[str], equivalent: Equivalence) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    return " ".join(_MARKS.sub(lambda found: found[1] or "", text.lower()).split())
+    # NFKC alone would make 102 of 10 squared, and 21/2 of two and a half
+    text = _RAISED.sub(lambda found: "^" + unicodedata.normalize("NFKC", found[0]), text)
+    text = _FRACTION.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = unicodedata.normalize("NFKC", text.translate(_ONE_SIGN)).casefold()
+    return " ".join(_MARKS.sub(lambda found: found[1] or _kept(found[0]), text).split())
+
+
+def _kept(character: str) -> str:
+    """Return the character, or nothing for punctuation (Unicode's category P and all of ASCII's)."""
+    is_mark = character in string.punctuation or unicodedata.category(character).startswith("P")
+    return "" if is_mark else character

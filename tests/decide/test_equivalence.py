@@ -29,6 +29,36 @@ def test_punctuation_of_a_number_is_part_of_it(one: str, other: str, same: bool)
     assert same_text(one, other) is same
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("2e-3", "2e3"), ("2E\u22123", "2e3"), ("-$5", "$5"), ("-US$5", "US$5"),
+        ("-\u20ac.5", "\u20ac.5"), ("<5", ">5"),
+        ("< 5", "5"), ("<=5", ">=5"), ("<-$5", ">-$5"), ("\u22125", "5"), ("10\u00b2", "102"), ("2\u00bd", "21/2"),
+        ("10\u207b\u00b3", "10\u00b3"), ("$5", "\u20ac5"), ("\u0915\u093f", "\u0915"), ("5\u00d73", "53"),
+    ],
+)  # fmt: skip
+def test_signs_of_a_number_make_another_number(one: str, other: str) -> None:
+    assert not same_text(one, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("It\u2019s", "It's"), ("\u201cParis\u201d", '"Paris"'), ("\u00abParis\u00bb", "Paris"),
+        ("Paris\u2026", "Paris..."),
+        ("Paris\u3002", "Paris"), ("\u00bfParis?", "paris"), ("\u22125", "-5"), ("\u20135", "-5"),
+        ("3\u20135", "3-5"),
+        ("caf\u00e9", "cafe\u0301"), ("\ufb01ne", "fine"), ("\uff15", "5"),
+        ("STRASSE", "stra\u00dfe"), ("2\u00bd", "2 1/2"),
+        ("10\u207b\u00b3", "10^-3"), ("\u22645", "<=5"), ("-$5", "$-5"), ("2e+3", "2e3"),
+        ("-> 5", "5"), ("5\u203210", "5'10"),
+    ],
+)  # fmt: skip
+def test_forms_of_one_character_are_the_same(one: str, other: str) -> None:
+    assert same_text(one, other)
+
+
 def test_texts_of_similar_embeddings_are_equivalent() -> None:
     calls = []
 
