@@ -75,7 +75,7 @@ def fit_noise(expand: Expand, squares: float, count: float) -> float:
         count: number of observed numbers, over all expansions.
     Raises:
         ValueError: if the residuals are 0, or if the data determine ``count`` parameters at every noise.
-        NotPositiveDefinite: if the evidence has no maximum where H + tau is positive definite.
+        NotPositiveDefinite: if the evidence has no maximum where H + tau is positive definite; from ``expand``, too.
     """
     from scipy.optimize import brentq
 
@@ -135,12 +135,8 @@ def _bracket(slope: Callable[[float], float], residual: float, count: float) -> 
 
 def _num_determined(expand: Expand, sigma: float) -> float:
     """Return gamma, the number of parameters that the data determine; inf if H + tau is not positive definite."""
-    try:
-        pairs = expand(sigma)
-    except NotPositiveDefinite:  # from the search for the prior
-        return math.inf
     gamma = 0.0
-    for expansion, precision in pairs:
+    for expansion, precision in expand(sigma):
         leaf = precision.detach().clone().requires_grad_()
         with torch.enable_grad():
             log_det = expansion.curvature.log_det(leaf)
