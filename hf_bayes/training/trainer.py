@@ -36,6 +36,7 @@ from hf_bayes.training.reports.monitor import Monitor
 from hf_bayes.training.saving import SavedPosterior
 from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
+from hf_bayes.training.termination import save_at_the_end_of_updates
 from hf_bayes.training.trainer_host import TrainerHost, without_data_parallel
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
@@ -96,6 +97,7 @@ class BayesianTrainerMixin(PrivateHooks):
             self.saved = SavedPosterior(self.outcome)
             with reference_given(self, setup.model, kwargs):
                 super().__init__(model=setup.model, args=args, **kwargs)
+            save_at_the_end_of_updates(self, setup.mesh)
             self.rows = take_data(TrainerHost(self), setup)
 
     @property

@@ -21,6 +21,7 @@ _BLOCK = "transformers.modeling_layers.GradientCheckpointingLayer"
 _LAYER, _CACHE = "transformers.cache_utils.DynamicLayer", "transformers.cache_utils.DynamicCache"
 _CONFIG, _MODEL = "transformers.PreTrainedConfig", "transformers.PreTrainedModel"
 _GENERATION = "transformers.GenerationMixin"
+_JIT = "transformers.trainer_jit_checkpoint"
 _MAPPING = "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING"
 _PIPELINE = "transformers.Pipeline"
 _TRAINER = "transformers.Trainer"
@@ -156,6 +157,8 @@ _OF_TRAINERS = (
     PrivateName(_TRAINER, "_signature_columns", None, "replaced"),
     PrivateName(_TRAINER, "_get_output_dir", ("trial",), "called"),
     PrivateName(_TRAINER, "compute_loss_context_manager", (), "called"),
+    PrivateName(f"{_JIT}.JITCheckpointCallback", "jit_manager", None, "read"),
+    PrivateName(f"{_JIT}.CheckpointManager", "is_checkpoint_requested", None, "replaced"),
     PrivateName(_TRAINER, "_get_train_sampler", ("train_dataset",), "refused"),  # see checks.host_trainers
 )
 
