@@ -102,7 +102,7 @@ class ActiveRun:
             with model.showing(model.theta.detach(), setup.member_group):
                 self.noise = LabelNoise(host, model, noise_std)
         samples = rows.method.temperature > 0
-        self.rows_vary = samples and rows.stream is None and rows_vary(*rows.data())
+        self.rows_vary = samples and rows.stream is None and rows_vary(*rows.data(), seed=host.args.seed)
         self._start(found_rate)
         if self.noise is not None and noise_std is None and needs_pilot(self.method):
             self._measure_noise_near_mode(self.noise)

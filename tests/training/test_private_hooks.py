@@ -79,19 +79,39 @@ class Hiding(Dataset):
         return self.rows[row] | {"input_ids": tokens}
 
 
-def trained(folder: Path, checkpoint: Path | None = None, **changes: Any) -> Any:
-    torch.manual_seed(9 if checkpoint else 8)  # a resumed run begins with other states of the generators
+def ended(folder: Path, checkpoint: Path | None = None, **changes: Any) -> Any:
+    seed = 9 if checkpoint else 8  # a resumed run begins with other states of the generators
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
     method = SGHMCConfig(num_chains=2, draws_per_chain=2, temperature=0.01)
     fields = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None, "max_steps": 10, **changes}
     trainer = runs.trainer(folder, method, collator=collate, **fields)
     trainer.train(None if checkpoint is None else str(checkpoint))
-    return trainer.posterior.approximation
+    return trainer.posterior
+
+
+def trained(*where: Path, **changes: Any) -> Any:
+    return ended(*where, **changes).approximation
 
 
 def test_a_collator_that_draws_resumes_within_an_epoch(tmp_path) -> None:
     whole = trained(tmp_path / "whole")
     for update in (3, 5, 7):  # an epoch has five
         assert runs.equal(trained(tmp_path / "rest", tmp_path / f"whole/checkpoint-{update}"), whole)
+
+
+def test_a_collator_that_draws_resumes_with_a_probe(tmp_path) -> None:
+    """The probe is read at its first use: a resumed run reads it again."""
+    whole = ended(tmp_path / "whole", probe_steps=2)
+    for update in (3, 4):
+        rest = ended(tmp_path / "rest", tmp_path / f"whole/checkpoint-{update}", probe_steps=2)
+        assert runs.equal(rest.approximation, whole.approximation)
+        assert rest.config.diagnostics == whole.config.diagnostics
+
+
+def test_the_interval_of_the_probe_changes_no_rows(tmp_path) -> None:
+    assert runs.equal(*(trained(tmp_path / f"{steps}", probe_steps=steps) for steps in (2, 5)))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

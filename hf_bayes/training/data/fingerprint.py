@@ -14,10 +14,7 @@ differs (a generator out of reach drew it) only the name counts.
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
 from hf_bayes.core.tensors import tensors_in
+from hf_bayes.training.data.generators import seed_all, undisturbed
 
 SAMPLED_ROWS = 64
 STREAM_ROWS = 16
@@ -72,7 +70,7 @@ def _describe(rows: Callable[[], Iterable[tuple[int, Any]]], collate: Callable[.
     (first, _), (second, together) = (_present(rows(), collate, seed) for _ in range(2))
     agreed = {name: digest if second.get(name) == digest else None for name, digest in first.items()}
     columns = sorted({name.split("/", 1)[1] for name in first})
-    _seed_all(seed)
+    seed_all(seed)
     packs = bool(together) and _num_rows(collate(together)) not in (None, len(together))
     return {"columns": columns, "fingerprint": fingerprint_json(agreed)[:DIGITS], "packs": packs}
 
@@ -81,7 +79,7 @@ def _present(
     rows: Iterable[tuple[int, Any]], collate: Callable[..., Any], seed: int
 ) -> tuple[dict[str, str], list[Any]]:
     """Return {"number/name": digest} of each row as the collator presents it alone, and the first rows themselves."""
-    _seed_all(seed)
+    seed_all(seed)
     found: dict[str, str] = {}
     kept: list[Any] = []
     for number, row in rows:
@@ -108,64 +106,3 @@ def _num_rows(batch: Mapping[str, Any]) -> int | None:
     tensors = tensors_in(batch)
     first = tensors.get("labels", next(iter(tensors.values()), None))
     return len(first) if first is not None and first.ndim else None
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too, which are not put back
-
-
-@contextmanager
-def undisturbed(*holders: Any) -> Iterator[None]:
-    """Put all generators back at the end of the block: the global ones, and those that ``holders`` hold.
-
-    Args:
-        holders: a data set, a collator; what they wrap as ``dataset`` or ``data_collator`` is put back, too.
-    """
-    python, numpy_ = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with ExitStack() as after, torch.random.fork_rng(devices=devices):
-        after.callback(np.random.set_state, numpy_)
-        after.callback(random.setstate, python)
-        for holder in _with_wrapped(holders):
-            after.callback(_put_back, holder, dict(vars(holder)), _generator_states(holder))
-        yield
-
-
-def _with_wrapped(holders: Iterable[Any]) -> list[Any]:
-    """Return the objects that have attributes of their own, and the objects that they wrap."""
-    found: list[Any] = []
-    waiting = list(holders)
-    while waiting:
-        holder = waiting.pop()
-        if not hasattr(holder, "__dict__") or isinstance(holder, type) or any(holder is other for other in found):
-            continue
-        found.append(holder)
-        waiting += [vars(holder)[name] for name in ("dataset", "data_collator") if name in vars(holder)]
-        waiting += [holder.__self__] if hasattr(holder, "__self__") else []
-    return found
-
-
-def _generator_states(holder: Any) -> list[Callable[[], Any]]:
-    """Return, for every generator among the attributes, a function that puts its state back."""
-    restore: list[Callable[[], Any]] = []
-    for value in vars(holder).values():
-        match value:
-            case torch.Generator():
-                restore.append(partial(value.set_state, value.get_state()))
-            case np.random.RandomState():
-                restore.append(partial(value.set_state, value.get_state()))
-            case random.Random():
-                restore.append(partial(value.setstate, value.getstate()))
-            case np.random.Generator():
-                restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-    return restore
-
-
-def _put_back(holder: Any, attributes: dict[str, Any], restore: list[Callable[[], Any]]) -> None:
-    for name in vars(holder).keys() - attributes.keys():
-        delattr(holder, name)
-    vars(holder).update(attributes)
-    for each in restore:
-        each()

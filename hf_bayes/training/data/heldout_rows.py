@@ -18,6 +18,7 @@ from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.checks.rows import refuse_other_heldout_rows, require_heldout
 from hf_bayes.training.data.fingerprint import describe_rows
+from hf_bayes.training.data.generators import seeded_batches
 from hf_bayes.training.trainer_host import TrainerHost, eval_sets, heldout_name
 from hf_bayes.uncertainty.likelihoods import refuse_labels
 
@@ -101,10 +102,11 @@ class HeldOutData:
         return count_terms_of(model, dataset, collate, name="eval_dataset", both_halves=both_halves).total
 
     def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Return these rows, in this order, in batches."""
+        """Return these rows, in this order, in batches. A random collator gives a resumed run the same batches."""
         dataset, collate = self._host.without_unused(self.rows, "evaluation")
         size = self._host.args.per_device_eval_batch_size
-        return row_batches(dataset, rows, collate=collate, batch_size=size, prepare=self._host.prepare)
+        batches = row_batches(dataset, rows, collate=collate, batch_size=size, prepare=self._host.prepare)
+        return seeded_batches(batches, self._host.args.seed, dataset, collate)
 
     def describe(self) -> dict[str, Any]:
         """Return the identity of these rows for a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.private_rows import PrivateRows
 from hf_bayes.training.checks.rows import meet, refuse_other_rows, require_batches, require_training_rows
 from hf_bayes.training.data.fingerprint import describe_rows, fingerprint_rows
+from hf_bayes.training.data.generators import seeded
 from hf_bayes.training.data.streams import Stream
 from hf_bayes.training.data.workers import NumberedBatches, SeededRows
 from hf_bayes.training.trainer_host import TrainerHost
@@ -285,18 +287,22 @@ class TrainingRows:
         dataset, collate = self.countable()
         rows: list[Any] = []
         terms = 0
-        with torch.random.fork_rng(devices=[]):  # a collator may be random
+        with self._seeded():
             while terms < num_terms and len(rows) < min(most_rows, len(dataset)):
                 rows.append(dataset[len(rows)])
                 terms += int(self.model.terms_per_row(collate(rows[-1:])))
             size = self.host.args.per_device_eval_batch_size
             return [self.host.prepare(collate(rows[i : i + size])) for i in range(0, len(rows), size)]
 
+    def _seeded(self) -> AbstractContextManager[None]:
+        """Return the context in which rows are read that belong to no update. A data set or collator may be random."""
+        return seeded(self.host.args.seed, *self.data())
+
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def refuse_mixed_documents(self) -> None:
         """Check, on the first rows, that the model keeps packed documents apart."""
-        with torch.random.fork_rng(devices=[]):  # a collator may be random
+        with self._seeded():
             inputs = self.first()
             if is_flattened(inputs) and first_documents(inputs) is None and self.stream is None:
                 dataset, collate = self.data()  # a batch of one row may hold one document
@@ -308,7 +314,7 @@ class TrainingRows:
         """Check, on the first rows, that a user's likelihood is a finite sum over likelihood terms."""
         if not self.model.likelihood.has_check:
             return
-        with torch.random.fork_rng(devices=[]):  # a collator may be random
+        with self._seeded():
             inputs = self.first()
         with torch.no_grad(), self.host.autocast():
             self.model.each_term(inputs, self.model.likelihood.check)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader
 
@@ -17,6 +16,7 @@ from hf_bayes.models.image_text import counting_images
 from hf_bayes.objectives.batches import WholeUpdates
 from hf_bayes.objectives.data_rows import in_words
 from hf_bayes.training.data.fingerprint import describe_stream
+from hf_bayes.training.data.generators import seeded
 from hf_bayes.training.trainer_host import TrainerHost
 from hf_bayes.uncertainty.likelihoods import refuse_labels
 
@@ -92,13 +92,13 @@ class Stream:
         size = self.host.args.per_device_train_batch_size
         first = self._batches_of_process()
         first.set_epoch(0)
-        rows = list(itertools.islice(first, size))
-        if not rows:
-            raise ValueError(
-                f"{self._name} gave no row, or fewer than per_device_train_batch_size={size}: give it more, or lower "
-                "that"
-            )
-        with torch.random.fork_rng(devices=[]):  # a collator may be random
+        with seeded(self.host.args.seed, first, collate):  # the rows may be random
+            rows = list(itertools.islice(first, size))
+            if not rows:
+                raise ValueError(
+                    f"{self._name} gave no row, or fewer than per_device_train_batch_size={size}: give it more, or "
+                    "lower that"
+                )
             batch = counting_images(self.model, in_words(collate, self._name))(rows)
         self.check(batch)
         prepared: dict[str, Any] = self.host.prepare(batch)

@@ -17,7 +17,7 @@ from hf_bayes.objectives.data_rows import is_stream, require_dataset
 from hf_bayes.posteriors.hub import make_repository
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.data.fingerprint import undisturbed
+from hf_bayes.training.data.generators import undisturbed
 from hf_bayes.training.repeated_runs import prepared_run, require_repeatable
 from hf_bayes.training.tuning import chance
 from hf_bayes.training.tuning.arguments import check_arguments, repository

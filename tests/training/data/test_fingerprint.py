@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorForLanguageModeling, default_data_collator
 
-from hf_bayes.training.data.fingerprint import SAMPLED_ROWS, describe_rows, describe_stream, undisturbed
+from hf_bayes.training.data.fingerprint import SAMPLED_ROWS, describe_rows, describe_stream
 from tests import runs
 from tests.tiny_models import tiny_tokenizer
 
@@ -140,11 +140,3 @@ def test_a_stream_is_known_by_its_first_rows():
     found = [describe_stream(s, default_data_collator, seed=0)["fingerprint"] for s in (first, same, other)]
     assert found[0] == found[1] != found[2]
     assert first.begun == 0  # what it counts is put back
-
-
-def test_attributes_that_appear_meanwhile_are_taken_away():
-    collate = masking()
-    with undisturbed(collate):
-        collate.later, collate.generator = 1, torch.Generator()
-    assert not hasattr(collate, "later")
-    assert collate.generator is None

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
-from transformers import DataCollatorWithPadding
+from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_bayes import EnsembleConfig, LaplaceConfig, fit_laplace
 from hf_bayes.models.attaching import attach
@@ -86,3 +87,24 @@ def test_processes_with_other_held_out_rows_are_refused(tmp_path: Path) -> None:
     own.require_same(mesh(own.describe(), of_process(3).describe()))
     with pytest.raises(ValueError, match=r"process 1 has another eval_dataset than process 0 \(fingerprint: got"):
         own.require_same(mesh(own.describe(), of_process(4).describe()))
+
+
+def test_rows_by_number_are_the_same_at_any_time(tmp_path: Path) -> None:
+    """A run fits a temperature and its noise on them, and a resumed run finds other states of the generators."""
+
+    def hiding(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = default_data_collator(rows)
+        ids = batch["input_ids"]
+        return batch | {"input_ids": torch.where(torch.rand(ids.shape) < 0.5, 5, ids)}
+
+    host = trainer(tmp_path, EnsembleConfig(), model=models.tiny_bert(num_labels=3, hidden_size=4), collator=hiding,
+                   train=label_rows(4), eval_dataset=label_rows(7), subspace="last_layer")  # fmt: skip
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        batches = list(HeldOutData(TrainerHost(host)).by_number(range(7)))
+        found.append(torch.cat([batch["input_ids"] for batch in batches]))
+        after = torch.rand(())
+        torch.manual_seed(seed)
+        assert torch.equal(torch.rand(()), after)
+    assert torch.equal(*found)
