@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hf_bayes.diagnostics.plausibility import is_implausible
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.models.calibrating import predicting_as_loaded
+from hf_bayes.models.prediction_state import PredictionState
 from hf_bayes.models.to_posterior import sidecars_of, to_posterior
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.prediction_fits import with_temperature
@@ -36,6 +38,7 @@ class Outcome:
         sidecars: the files of tokenizer or processor. They are collected before the first step, because that writes
             to the disk: if the disk is full, no finished run is lost.
         heldout: the held-out evaluation; None before the posterior was evaluated.
+        finished: how the model predicted when the run ended; None before that.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -44,10 +47,11 @@ class Outcome:
         self.sidecars = Sidecars()
         self.posterior: Posterior | None = None
         self.heldout: HeldOutEvaluation | None = None
+        self.finished: PredictionState | None = None
 
     def begin(self, active: ActiveRun) -> None:
         """Forget an earlier run."""
-        self.posterior = self.heldout = None
+        self.posterior = self.heldout = self.finished = None
         self.sidecars = sidecars_of(active.setup.model, active.host.tokenizer)
 
     def finish(self, active: ActiveRun, diagnosis: Diagnosis) -> None:
@@ -92,13 +96,36 @@ class Outcome:
         # set above, too: an error here must not lose the posterior
         posterior = self.posterior = _with_learnt_noise(posterior, active)
         self.posterior = _calibrated(posterior, active)
+        self.finished = PredictionState(setup.model)
 
-    def predicting(self) -> AbstractContextManager[None]:
-        """Return the context in which the trainer's model predicts as one that is loaded from the posterior."""
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Let the trainer's model predict as one that is loaded from the posterior, until the end of the block."""
         posterior = self.posterior
-        if posterior is None or posterior.config.prediction == "members":  # they are shown already
-            return nullcontext()
-        return predicting_as_loaded(self.setup.model, posterior)
+        with self._as_finished():
+            if posterior is None or posterior.config.prediction == "members":  # they are shown already
+                yield
+                return
+            with predicting_as_loaded(self.setup.model, posterior):
+                yield
+
+    @contextmanager
+    def _as_finished(self) -> Iterator[None]:
+        """Let the model predict as at the end of the run, until the end of the block; before a run, as it does now.
+
+        Another trainer may have trained the same model since, or ``show`` may have given it other members.
+        """
+        if self.finished is None:
+            yield
+            return
+        model = self.setup.model
+        now, members_per_pass = PredictionState(model), model.members_per_pass
+        try:
+            self.finished.restore()
+            model.members_per_pass = members_per_pass  # it changes memory alone, and may be set at any time
+            yield
+        finally:
+            now.restore()
 
     def keep_evaluation(self) -> None:
         """Store the evaluation of the posterior on the trainer's own eval_dataset that has just ended, for a save.
@@ -132,12 +159,13 @@ class Outcome:
 
     def _evaluated(self, posterior: Posterior, active: ActiveRun) -> Posterior:
         """Return the posterior with its held-out metrics. Evaluate it first if that was not done after the run."""
-        if self.heldout is None:
-            with self.predicting():
-                active.host.measure("eval")
-                self.keep_evaluation()
-        assert self.heldout is not None
-        return with_heldout_metrics(posterior, active, self.evaluator, self.heldout)
+        with self._as_finished():
+            if self.heldout is None:
+                with self.predicting():
+                    active.host.measure("eval")
+                    self.keep_evaluation()
+            assert self.heldout is not None
+            return with_heldout_metrics(posterior, active, self.evaluator, self.heldout)
 
 
 def _with_learnt_noise(posterior: Posterior, active: ActiveRun) -> Posterior:

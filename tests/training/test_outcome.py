@@ -77,3 +77,32 @@ def test_a_gaussian_run_predicts_with_the_members_that_load(tmp_path):
     loaded = BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=tiny_llama())
     assert torch.equal(run.bayesian.current.cpu(), loaded.theta.detach())
     assert len(loaded.theta) == 10
+
+
+@pytest.mark.parametrize("change", ["show", "train"])
+def test_metrics_are_those_of_the_posterior_that_is_saved(tmp_path, change):
+    """Another trainer may train the same model, or the user may show other members."""
+    rows = {"eval_dataset": runs.token_rows(6), "map_updates": 0, "calibrate": False}
+    run = runs.trainer(tmp_path / "run", SGHMCConfig(num_chains=2, draws_per_chain=2), **rows)
+    run.train()
+    expected = run.evaluate()["eval_nll"]
+    run.outcome.heldout = None  # as if it had not been evaluated
+    if change == "train":
+        other = runs.trainer(tmp_path / "other", EnsembleConfig(num_chains=3), model=run.model, max_steps=9, **rows)
+        other.train()
+    else:
+        run.bayesian.show(torch.zeros(1, run.bayesian.layout.dim))
+    shown = run.bayesian.current.clone()
+    run.save_model()
+    assert Posterior.from_pretrained(tmp_path / "run").config.metrics["nll"] == expected
+    assert run.evaluate()["eval_nll"] == expected
+    assert torch.equal(run.bayesian.current, shown)  # what the user shows stays
+
+
+def test_members_per_pass_may_be_set_after_a_run(tmp_path):
+    run = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), map_updates=0)
+    run.train()
+    run.bayesian.members_per_pass = 1
+    with run.outcome.predicting():
+        assert run.bayesian.members_per_pass == 1
+    assert run.bayesian.members_per_pass == 1
