@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from huggingface_hub import CommitInfo
@@ -216,6 +216,14 @@ class BayesianTrainerMixin(PrivateHooks):
         own = partial(super().prediction_step, model, prediction_loss_only=prediction_loss_only)
         host, keep = TrainerHost(self), not prediction_loss_only
         return self.outcome.evaluator.step(inputs, host, keep_logits=keep, without_labels=own, ignored=ignore_keys)
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse Trainer's search, each trial of which would need a model of its own."""
+        raise ValueError(
+            "hyperparameter_search is refused: it makes a model for each trial, and the chains are attached to one "
+            "model. Call hf_bayes.tune, which compares methods and settings (docs/automatic.md, Which method is best "
+            "for my data?)"
+        )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the posterior directory (``SavedPosterior``); checkpoints (``_internal_call``) have their own files.

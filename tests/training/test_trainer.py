@@ -249,3 +249,8 @@ def test_the_model_comes_back_as_it_was(tmp_path):
     trainer.train()
     assert trainer.bayesian.detach() is model
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_search_of_trainer_points_to_tune(tmp_path):
+    with pytest.raises(ValueError, match=r"hyperparameter_search is refused.*hf_bayes\.tune.*docs/automatic\.md"):
+        runs.trainer(tmp_path, SGHMCConfig(num_chains=2)).hyperparameter_search(n_trials=2, direction="minimize")
