@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from tests.mutants.calibration import CALIBRATION
+from tests.mutants.eighth_review_data import EIGHTH_REVIEW_DATA
+from tests.mutants.eighth_review_figures import EIGHTH_REVIEW_FIGURES
+from tests.mutants.eighth_review_files import EIGHTH_REVIEW_FILES
+from tests.mutants.eighth_review_models import EIGHTH_REVIEW_MODELS
+from tests.mutants.eighth_review_runs import EIGHTH_REVIEW_RUNS
 from tests.mutants.fault import Fault
 from tests.mutants.fifth_review import FIFTH_REVIEW
 from tests.mutants.fifth_review_images import FIFTH_REVIEW_IMAGES
@@ -372,6 +377,11 @@ FAULTS = (
     *SIXTH_REVIEW_ROWS,
     *SEVENTH_REVIEW,
     *SEVENTH_REVIEW_WEIGHTS,
+    *EIGHTH_REVIEW_DATA,
+    *EIGHTH_REVIEW_FIGURES,
+    *EIGHTH_REVIEW_FILES,
+    *EIGHTH_REVIEW_MODELS,
+    *EIGHTH_REVIEW_RUNS,
     *LABEL_NOISE,
 )
 # fmt: on

@@ -31,7 +31,7 @@ def evaluations(monkeypatch) -> list[Evaluation]:
         update=update,
         finish=lambda state, draws: Draws.from_chains(draws),
     )
-    monkeypatch.setattr(starting, "build", lambda config, problem: rule)
+    monkeypatch.setattr(starting, "assemble", lambda config, problem: rule)
     return seen
 
 

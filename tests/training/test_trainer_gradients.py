@@ -90,7 +90,7 @@ def test_kernel_log_likelihoods_keep_float64_digits(tmp_path, monkeypatch):
         step=step,
         finish=lambda state, draws: Draws.from_chains(draws),
     )
-    monkeypatch.setattr(starting, "build", lambda config, problem: kernel)
+    monkeypatch.setattr(starting, "assemble", lambda config, problem: kernel)
     fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "minibatch": "shared"}
     runs.trainer(tmp_path, HMCConfig(num_chains=2), train=runs.token_rows(8), max_steps=1, **fields).train()
     whole, *parts = seen
@@ -110,7 +110,7 @@ def test_a_kernel_is_told_of_each_batch_on_the_scale_of_all_data(tmp_path, minib
         step,
         lambda state, draws: Draws.from_chains(draws),
     )
-    monkeypatch.setattr(starting, "build", lambda config, problem: kernel)
+    monkeypatch.setattr(starting, "assemble", lambda config, problem: kernel)
     rows = runs.token_rows([8, 3, 8, 5, 8, 8, 4, 8, 8])
     model = with_lora(tiny_llama(dtype=torch.float64))
     settings = {"minibatch": minibatch, "collator": runs.padding_collator(), "max_steps": 1}

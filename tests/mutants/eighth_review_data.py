@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 # fmt: off
-EIGHTH_HUNT_F2 = (
+EIGHTH_REVIEW_DATA = (
     Fault("eighth: a long cell of a table has no line", "cli/row_places.py",
           "csv.field_size_limit(_LONGEST_CELL)", "csv.field_size_limit()",
           ("cli/test_row_places.py::test_a_long_cell_hides_no_line",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 # fmt: off
-EIGHTH_HUNT_F5 = (
+EIGHTH_REVIEW_FIGURES = (
     Fault("eighth: bins of equal deviations follow the order of rows", "metrics/regression.py",
           "[np.array_split(np.repeat(values, sizes), min(num_bins, len(error))) for values in squares]",
           "[np.array_split(np.square(one)[np.argsort(deviation, kind='stable')], min(num_bins, len(error))) "
@@ -27,7 +27,7 @@ EIGHTH_HUNT_F5 = (
           r"(?<=\de)-(?=\d)", r"(?<=\dz)-(?=\d)",
           ("decide/test_equivalence.py::test_signs_of_a_number_make_another_number",)),
     Fault("eighth: a minus before a currency is punctuation", "decide/equivalence.py",
-          "|-(?={_AMOUNT})", "",
+          "|-(?={_AMOUNT})", "|-(?={_AMOUNT}x)",
           ("decide/test_equivalence.py::test_signs_of_a_number_make_another_number",)),
     Fault("eighth: 10 squared is 102", "decide/equivalence.py",
           '"^" + unicodedata', '"" + unicodedata',

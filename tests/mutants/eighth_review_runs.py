@@ -1,11 +1,11 @@
-"""Planted faults: what was mended in a trainer after the eighth review."""
+"""Planted faults: what was mended in runs after the eighth review."""
 
 from __future__ import annotations
 
 from tests.mutants.fault import Fault
 
 # fmt: off
-EIGHTH_HUNT_F1 = (
+EIGHTH_REVIEW_RUNS = (
     Fault("eighth: SIGTERM saves in the middle of an update", "training/trainer.py",
           "save_at_the_end_of_updates(self, setup.mesh)", "pass",
           ("training/test_termination.py::test_a_run_that_sigterm_ended_resumes_bitwise[on_pre_optimizer_step]",)),
@@ -20,7 +20,7 @@ EIGHTH_HUNT_F1 = (
           "return seeded_batches(batches, self._host.args.seed, dataset, collate)", "return batches",
           ("training/data/test_heldout_rows.py::test_rows_by_number_are_the_same_at_any_time",)),
     Fault("eighth: metrics are those of whatever members the model shows", "training/outcome.py",
-          "            self.finished.restore()\n", "",
+          "self.finished.restore()", "pass",
           ("training/test_outcome.py::test_metrics_are_those_of_the_posterior_that_is_saved[show]",
            "training/test_outcome.py::test_metrics_are_those_of_the_posterior_that_is_saved[train]")),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 # fmt: off
-EIGHTH_HUNT_F3 = (
+EIGHTH_REVIEW_FILES = (
     Fault("eighth: an export that failed leaves its staging directory", "posteriors/storage/write.py",
           "shutil.rmtree(staging, ignore_errors=True)", "pass",
           ("models/test_exporting.py::test_a_full_disk_leaves_no_part_of_a_model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 # fmt: off
-EIGHTH_HUNT_F4 = (
+EIGHTH_REVIEW_MODELS = (
     Fault("eighth: a scaling that was set is saved as the first alpha", "models/loading/lora_layers.py",
           "return float(scaling * divisor)", "return own",
           ("models/loading/test_lora_layers.py::test_a_scaling_that_was_set_comes_back",)),
