@@ -22,15 +22,15 @@ _ONE_SIGN = str.maketrans(
         **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u02bc\u00b4", "'"),
         **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb", '"'),
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63", "-"),
-        "\u2044": "/",
         "\u2264": "<=",
         "\u2265": ">=",
     }
 )
-"""Quotation marks, dashes, minus, fraction slash and comparisons -> the signs of a keyboard."""
+"""Quotation marks, dashes, minus and comparisons -> the signs of a keyboard."""
 
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+")
-_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_MIXED = re.compile(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])")
+"""The place between a whole number and a fraction."""
 
 _OTHER = r"(?:[^\w\s]|_)"
 _AMOUNT = r"(?:[a-z]{0,3}[$\u00a2-\u00a5\u0e3f\u20a0-\u20cf] ?)?\.?\d"  # an optional currency
@@ -38,7 +38,7 @@ _MARKS = re.compile(
     rf"((?<=\d){_OTHER}+(?=\d)"  # between two digits
     rf"|(?<![\w.])(?:-\.?(?=\d)|-(?={_AMOUNT})|\.(?=\d))"  # a minus or a point in front
     r"|(?<=\de)-(?=\d)"  # the minus of an exponent
-    rf"|(?<![-=])[<>]=?(?=\s*-?{_AMOUNT}))"  # a comparison
+    rf"|(?<![-=])[<>]=?\s*(?=-?{_AMOUNT}))"  # a comparison
     rf"|{_OTHER}"
 )
 """A character that is neither of a word nor a space; group 1 holds those of a number."""
@@ -100,9 +100,9 @@ def clusters(texts: Sequence[str], equivalent: Equivalence) -> list[int]:
 def _plain(text: str) -> str:
     # NFKC alone would make 102 of 10 squared, and 21/2 of two and a half
     text = _RAISED.sub(lambda found: "^" + unicodedata.normalize("NFKC", found[0]), text)
-    text = _FRACTION.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
-    text = unicodedata.normalize("NFKC", text.translate(_ONE_SIGN)).casefold()
-    return " ".join(_MARKS.sub(lambda found: found[1] or _kept(found[0]), text).split())
+    text = unicodedata.normalize("NFKC", _MIXED.sub(" ", text).translate(_ONE_SIGN)).casefold()
+    text = text.replace("\u2044", "/")  # the fraction slash, which NFKC writes
+    return " ".join(_MARKS.sub(lambda found: (found[1] or _kept(found[0])).rstrip(), text).split())
 
 
 def _kept(character: str) -> str:

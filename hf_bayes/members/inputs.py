@@ -48,20 +48,22 @@ def _each_with_rows(
 ) -> dict[str, Any]:
     """Return a copy of a batch with ``change(tensor, axis of its rows)`` in place of each tensor that has its rows.
 
-    Positions on several axes, [axes, rows, T], have their rows in the second dimension.
+    Positions on several axes, [axes, rows, T], have their rows in the second dimension, unless rows are of several
+    texts, whose positions are [rows, texts, T].
 
     Args:
         others: names of tensors to change, too, along their first dimension.
     """
+    ids = inputs.get("input_ids")
+    texts = isinstance(ids, Tensor) and ids.ndim == 3
 
     def changed(name: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: changed(key, item) for key, item in value.items()}
         if not isinstance(value, Tensor):
             return value
-        if name == "position_ids" and value.ndim == 3:
-            return change(value, 1)
-        return change(value, 0) if value.shape[:1] == (num_rows,) or name in others else value
+        axis = int(name == "position_ids" and value.ndim == 3 and not texts)
+        return change(value, axis) if value.shape[axis : axis + 1] == (num_rows,) or name in others else value
 
     return {name: changed(name, value) for name, value in inputs.items()}
 

@@ -183,7 +183,7 @@ class BayesianModel(HostMethods):
         self.likelihood = without_weights(self.likelihood)
 
     def _use(self, predictor: Predictor) -> Self:
-        """Predict by this predictor. Warn if the stored temperature of the mixture is not that of its predictions."""
+        """Predict by this predictor. Warn if the stored temperature was fitted for another way of prediction."""
         self.predictor = predictor
         warn_of_lost_temperature(self.posterior if self.calibrated else None, predictor.imitates or self.predicted_by)
         return self

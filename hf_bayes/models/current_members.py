@@ -72,7 +72,7 @@ def stored_temperature(posterior: Posterior | None, predictions: PredictedBy) ->
 
 
 def warn_of_lost_temperature(posterior: Posterior | None, predictions: PredictedBy) -> None:
-    """Warn if a stored temperature other than 1 is that of other predictions: these are then not calibrated."""
+    """Warn if the posterior stores a temperature other than 1 that was fitted for other predictions."""
     temperature, fitted_for = _stored(posterior)
     if temperature != 1 and fitted_for != predictions:
         warnings.warn(

@@ -65,7 +65,7 @@ Readings = tuple[dict[str, Tensor], Tensor | None]
 
 
 class PredictedBy(NamedTuple):
-    """What calibrations, thresholds and students belong to: other predictions have other figures.
+    """The way of prediction that a calibration, a threshold or a student belongs to.
 
     Attributes:
         prediction: a name of ``gaussian_links.PREDICTIONS``, or "distilled".

@@ -38,7 +38,8 @@ class Outcome:
         sidecars: the files of tokenizer or processor. They are collected before the first step, because that writes
             to the disk: if the disk is full, no finished run is lost.
         heldout: the held-out evaluation; None before the posterior was evaluated.
-        finished: how the model predicted when the run ended; None before that.
+        finished: the members and the way of prediction at the end of the run; None before that. They stay on the
+            device of the run as long as the trainer lives.
     """
 
     def __init__(self, setup: Setup) -> None:

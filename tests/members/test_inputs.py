@@ -27,6 +27,17 @@ def test_positions_on_several_axes_are_cut_by_rows(num_rows: int) -> None:
     assert torch.equal(folded["position_ids"], torch.cat([positions, positions], 1))
 
 
+def test_other_positions_follow_the_common_rule() -> None:
+    pairs = torch.arange(2 * 2 * 5).reshape(2, 2, 5)
+    found = take_rows({"input_ids": pairs, "position_ids": pairs}, torch.tensor([1]))
+    assert torch.equal(found["position_ids"], pairs[1:])
+    shared = torch.zeros(3, 1, 5)  # for every row
+    for rows in (2, 3):  # as many as axes
+        inputs = {"input_ids": torch.zeros(rows, 5), "position_ids": shared}
+        assert take_rows(inputs, torch.tensor([1]))["position_ids"] is shared
+        assert repeat_rows(inputs, rows, 2)["position_ids"] is shared
+
+
 def test_rows_and_positions_are_those_of_the_main_input() -> None:
     inputs = {"attention_mask": torch.ones(7, 9), "input_ids": torch.ones(2, 5)}
     assert (num_rows_of(inputs), num_positions_of(inputs)) == (2, 5)

@@ -3,11 +3,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -26,24 +27,27 @@ def own_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, handler)
 
 
+def jit_callback(trainer: Any) -> Any:
+    (found,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+    return found
+
+
 def asking(trainer: Any, place: str, update: int) -> TrainerCallback:
     """Return a callback that asks for the checkpoint as SIGTERM does, in one of the places within an update."""
 
     def ask(_: Any, args: Any, state: Any, control: Any, **__: Any) -> None:
         if state.global_step == update:
-            (callback,) = (
-                each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback)
-            )
-            callback.jit_manager.is_checkpoint_requested = True
+            jit_callback(trainer).jit_manager.is_checkpoint_requested = True
 
     return type("Asking", (TrainerCallback,), {place: ask})()
 
 
-def run(folder: Path) -> Any:
+def run(folder: Path, **changes: Any) -> Any:
     """A run of ten updates, whose collator draws from all global generators."""
     torch.manual_seed(8)
     method = SGHMCConfig(num_chains=2, draws_per_chain=2, temperature=0.01)
     settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1000, "enable_jit_checkpoint": True}
+    settings |= changes
     return runs.trainer(folder, method, collator=collate, logging_steps=2, **settings)
 
 
@@ -64,6 +68,48 @@ def test_a_run_that_sigterm_ended_resumes_bitwise(tmp_path, place) -> None:
     resumed.train(resume_from_checkpoint=True)
     assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
     assert losses(resumed) == losses(whole)
+
+
+def test_a_second_run_handles_sigterm_and_begins_without_a_request(tmp_path) -> None:
+    trainer = run(tmp_path)
+    trainer.callback_handler.callbacks.insert(0, asking(trainer, "on_step_end", 10))
+    trainer.train()
+    manager = jit_callback(trainer).jit_manager
+    assert not manager.is_checkpoint_requested
+    assert signal.getsignal(signal.SIGTERM) != manager._sigterm_handler
+    handlers: list[Any] = []
+    note = {"on_step_end": lambda *_, **__: handlers.append(signal.getsignal(signal.SIGTERM))}
+    trainer.callback_handler.callbacks[0] = type("Noting", (TrainerCallback,), note)()
+    trainer.train()
+    assert handlers == 10 * [manager._sigterm_handler]
+
+
+def test_an_evaluation_that_is_due_cannot_take_the_checkpoint_away(tmp_path) -> None:
+    changes = {"save_strategy": "best", "metric_for_best_model": "nll", "eval_strategy": "steps", "eval_steps": 1}
+    trainer = run(tmp_path, eval_dataset=runs.token_rows(4), **changes)
+    trainer.callback_handler.callbacks.insert(0, asking(trainer, "on_step_begin", 3))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert (tmp_path / "checkpoint-4").exists()
+
+
+def test_processes_end_at_the_same_update() -> None:
+    """Requests reach two processes between two updates, one of them while a usual checkpoint is written."""
+    managers = [SimpleNamespace(is_checkpoint_requested=False) for _ in range(2)]
+    mesh: Any = SimpleNamespace(share=lambda _: [each.is_checkpoint_requested for each in managers])
+    callbacks = [CheckpointOnTermination(manager, mesh) for manager in managers]  # type: ignore[arg-type]
+
+    def controls_after(hook: str) -> list[TrainerControl]:
+        controls = [TrainerControl(should_evaluate=True) for _ in callbacks]
+        for callback, control in zip(callbacks, controls, strict=True):
+            getattr(callback, hook)(None, None, control)
+        return controls
+
+    assert not any(control.should_save for control in controls_after("on_step_end"))
+    managers[0].is_checkpoint_requested = True
+    assert not any(control.should_training_stop for control in controls_after("on_save"))
+    assert all(control.should_save and not control.should_evaluate for control in controls_after("on_step_end"))
+    assert all(control.should_training_stop for control in controls_after("on_save"))
 
 
 def test_the_callback_of_transformers_is_replaced(tmp_path) -> None:

@@ -20,7 +20,8 @@ MAX_STEPS = 5
 """The largest number of steps in log sigma, each twice as long as the one before: a factor of 2^31 in all."""
 
 WARN_SHARE = 0.9
-"""A noise warns if gamma is a larger share of the observed numbers; it is then over 3 root mean square residuals."""
+"""``fit_noise`` warns if gamma exceeds this share of ``count``: sigma is then over 3 times the root mean square
+residual."""
 
 
 def with_fitted_noise(

@@ -1,7 +1,7 @@
-"""The generators from which a data set and a collator draw, while rows are read that belong to no update.
+"""Rows that are read outside of updates, without a change of the random numbers of later updates.
 
-Such rows are those of the probe, of checks and of fits on held-out rows. Reading them must not change the rows of later
-updates, and a resumed run, which finds other states of the generators, must read the same ones.
+The probe, checks and fits on held-out rows read such rows. A resumed run must read the same ones, although the
+generators from which its data set and collator draw have other states.
 """
 
 from __future__ import annotations
@@ -18,17 +18,23 @@ import torch
 
 from hf_bayes.core.rng import seed_of
 
+_WRAPPING = ("dataset", "data_collator", "collate")
+"""Attributes under which data sets and collators, also those of this package, hold what they wrap."""
+
 
 @contextmanager
 def seeded(seed: int, *holders: Any) -> Iterator[None]:
-    """Seed the global generators for the block, and put all generators back at its end, as ``undisturbed`` does.
+    """Seed all generators for the block, and put them back at its end, as ``undisturbed`` does.
 
     Args:
-        seed: the seed of the generators of Python, NumPy and torch (of the CPU).
+        seed: the seed of the generators of Python, NumPy and torch (of the CPU), and of those that ``holders`` hold.
         holders: a data set, a collator, as for ``undisturbed``.
     """
     with undisturbed(*holders):
         seed_all(seed)
+        for holder in _with_wrapped(holders):
+            for value in vars(holder).values():
+                _seed(value, seed)
         yield
 
 
@@ -60,7 +66,7 @@ def undisturbed(*holders: Any) -> Iterator[None]:
     """Put all generators back at the end of the block: the global ones, and those that ``holders`` hold.
 
     Args:
-        holders: a data set, a collator; what they wrap as ``dataset`` or ``data_collator`` is put back, too.
+        holders: a data set, a collator; what they wrap (``_WRAPPING``) is put back, too.
     """
     python, numpy_ = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -81,9 +87,22 @@ def _with_wrapped(holders: Iterable[Any]) -> list[Any]:
         if not hasattr(holder, "__dict__") or isinstance(holder, type) or any(holder is other for other in found):
             continue
         found.append(holder)
-        waiting += [vars(holder)[name] for name in ("dataset", "data_collator") if name in vars(holder)]
-        waiting += [holder.__self__] if hasattr(holder, "__self__") else []
+        waiting += [vars(holder)[name] for name in _WRAPPING if name in vars(holder)]
+        waiting += [getattr(holder, name) for name in ("__self__", "func") if hasattr(holder, name)]
     return found
+
+
+def _seed(value: Any, seed: int) -> None:
+    """Seed a generator; leave any other value as it is."""
+    match value:
+        case torch.Generator():
+            value.manual_seed(seed)
+        case np.random.RandomState():
+            value.seed(seed % 2**32)
+        case random.Random():
+            value.seed(seed)
+        case np.random.Generator():
+            value.bit_generator.state = type(value.bit_generator)(seed).state
 
 
 def _generator_states(holder: Any) -> list[Callable[[], Any]]:
@@ -104,7 +123,7 @@ def _generator_states(holder: Any) -> list[Callable[[], Any]]:
 
 def _put_back(holder: Any, attributes: dict[str, Any], restore: list[Callable[[], Any]]) -> None:
     for name in vars(holder).keys() - attributes.keys():
-        delattr(holder, name)
+        del vars(holder)[name]  # a frozen dataclass has no delattr
     vars(holder).update(attributes)
     for each in restore:
         each()

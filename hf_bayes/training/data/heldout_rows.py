@@ -102,7 +102,7 @@ class HeldOutData:
         return count_terms_of(model, dataset, collate, name="eval_dataset", both_halves=both_halves).total
 
     def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Return these rows, in this order, in batches. A random collator gives a resumed run the same batches."""
+        """Return these rows, in this order, in batches. A resumed run reads the same ones from a random collator."""
         dataset, collate = self._host.without_unused(self.rows, "evaluation")
         size = self._host.args.per_device_eval_batch_size
         batches = row_batches(dataset, rows, collate=collate, batch_size=size, prepare=self._host.prepare)
