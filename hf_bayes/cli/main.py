@@ -39,8 +39,11 @@ COMMANDS = {
 WRONG_INPUT = (ValueError, OSError, ImportError, FloatingPointError)
 """The errors that end a command with a sentence and the status 2. Any other error is a fault and shows a traceback."""
 
-_ARGUMENT = re.compile(r"(?<![\w-])([a-z]\w*)=(?! \(--)(?=[\s,;:)]|\.(?!\.)|$)")
-"""An argument in an error's advice, without a value, and without its flag in brackets behind it."""
+_ARGUMENT = re.compile(r"(?<![\w\-'\"/,])([a-z]\w*)=(?! \(--)(?=[\s,;:)]|\.(?!\.)|$)")
+"""The pattern of an argument in an error's advice, such as ``base_model=``: no value follows, and no flag in brackets.
+
+It does not begin after a quotation mark, a slash or a comma, as in the text of a user or the name of a file.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -141,6 +141,7 @@ def test_a_quoted_reason_is_shown_whole(monkeypatch: pytest.MonkeyPatch, capsys:
         ("give it as output= (--output)", "give it as output= (--output)"),
         ("give it as other=", "give it as other="),
         ("got output=3, draw(output=...)", "got output=3, draw(output=...)"),
+        ("got 'output= 3', /data/output=.csv", "got 'output= 3', /data/output=.csv"),
     ],
 )
 def test_advice_names_the_flag_of_an_argument(
