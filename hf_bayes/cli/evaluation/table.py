@@ -117,4 +117,10 @@ def _form(results: Mapping[str, Any], name: str) -> str:
 
 
 def _cells(value: float, error: float | None, form: str) -> tuple[str, str]:
-    return format(value, form), "-" if error is None else format(error, form)
+    """Return a figure and its standard error in the same form, "-" for an unknown error."""
+    return _figure(value, form), "-" if error is None else _figure(error, form)
+
+
+def _figure(value: float, form: str) -> str:
+    """Return a figure in words. Significant digits alone would show 45321.7 as 4.532e+04."""
+    return f"{value:,.0f}" if form == ".4g" and abs(value) >= 9999.5 else format(value, form)

@@ -102,6 +102,10 @@ def test_figures_of_any_unit_have_four_digits(figures: Figures, unit: float) -> 
     errors, measure = results["std_error"], "epistemic_std"
     wanted = [results["rmse"], errors["rmse"], results[measure], errors[measure]]
     wanted += [results["aurc"][measure], errors["aurc"][measure]]
-    assert [float(cell) for cell in cells] == pytest.approx(wanted, rel=5e-4)  # half of the fourth digit
+    assert [float(cell.replace(",", "")) for cell in cells] == pytest.approx(
+        wanted, rel=5e-4
+    )  # half of the fourth digit
     assert lines["NLL"][0].strip() == f"{results['nll']:.4f}"
     assert max(len(cell.strip()) for cell in cells) < 12
+    assert unit < 1 or "e+" not in file.getvalue()
+    assert unit < 1e4 or f"{results['rmse']:,.0f}" == lines["RMSE"][0].strip()
