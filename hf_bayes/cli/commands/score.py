@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes.cli.command import Command
+from hf_bayes.cli.local_files import matching, suffix_of
 from hf_bayes.cli.parsing import check_count
 from hf_bayes.cli.posterior_arguments import PosteriorArguments, given_texts
 from hf_bayes.cli.row_places import place_of
@@ -42,11 +43,17 @@ def refuse_short(given: Sequence[str], tokenizer: Any, texts: ScoreArguments) ->
     for number, text in enumerate(given):
         count = len(tokenizer(text, **texts.cut)["input_ids"])
         if count < 2:
-            place = f"text {number + 1} of {len(given)}" if texts.file is None else place_of(texts.file, number)
+            place = f"text {number + 1} of {len(given)}" if texts.file is None else _place_of_text(texts.file, number)
             advice = "drop it" if texts.max_length is None else "drop it, or raise --max_length"
             raise ValueError(
                 f"{place}: a text needs two tokens or more to be scored, got {count} in {text!r:.100}: {advice}"
             )
+
+
+def _place_of_text(file: str, number: int) -> str:
+    """Return words for a text of a file or glob: a .txt file is one text, see ``texts_in``."""
+    files = matching(file)
+    return files[number] if suffix_of(files[0]) == ".txt" else place_of(file, number)
 
 
 def score(posterior: PosteriorArguments, texts: ScoreArguments, output: OutputArguments) -> None:

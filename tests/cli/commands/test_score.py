@@ -61,6 +61,13 @@ def test_texts_are_scored_together_without_a_padding_token(
     assert [each["epistemic"] for each in together] == pytest.approx([each["epistemic"] for each in alone], abs=1e-5)
 
 
+def test_a_short_file_of_a_glob_is_named(posterior: str, tmp_path: Path) -> None:
+    for name, text in {"g1.txt": TEXTS[0], "g2.txt": "a"}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/g2\.txt: a text needs two tokens .* got 1 in 'a': drop it$"):
+        run("score", posterior, "--file", str(tmp_path / "g*.txt"))
+
+
 def test_a_text_without_two_tokens_is_named(posterior: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [TEXTS[0], "", TEXTS[1]]))
