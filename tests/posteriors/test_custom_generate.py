@@ -160,6 +160,16 @@ def test_other_ways_of_generating_are_refused(options: dict[str, Any], named: st
         )
 
 
+def test_a_fresh_clone_of_a_repository_is_filled(tmp_path: Path) -> None:
+    posterior = posterior_of("lora", tmp_path / "base")
+    (tmp_path / "clone" / ".git").mkdir(parents=True)
+    (tmp_path / "clone" / ".gitattributes").write_text("*.safetensors filter=lfs")
+    export_custom_generate(posterior, tmp_path / "clone")
+    export_custom_generate(posterior, tmp_path / "new")
+    found, new = ({path.name for path in (tmp_path / name).iterdir()} for name in ("clone", "new"))
+    assert found == new | {".git", ".gitattributes"}
+
+
 def test_what_the_file_cannot_represent_is_refused(tmp_path: Path) -> None:
     posterior = posterior_of("lora", tmp_path / "base")
     config = posterior.config

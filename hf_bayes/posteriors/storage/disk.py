@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 LOCK_SECONDS = 60
@@ -38,14 +39,20 @@ def explaining(root: Path, total: int) -> Iterator[None]:
         raise explained(error, root, total, committed=False) from error
 
 
-def failure(error: BaseException) -> OSError | None:
-    """Return the failure of the disk that an error reports; None for another error.
+def failure(error: BaseException, written: Sequence[Path]) -> OSError | None:
+    """Return the failure to write that an error reports; None for another error.
 
     The libraries safetensors and tokenizers raise errors of their own, which name the number of the system's error.
+
+    Args:
+        error: the error of a block that writes to ``written``.
+        written: directories. An error that names a file elsewhere is about a file that is read.
     """
     if isinstance(error, OSError):
         first = error.__cause__ if isinstance(error.__cause__, OSError) else error  # an explained one has a cause
-        return None if first.errno is None else first
+        file = None if first.filename is None else Path(os.path.abspath(os.fsdecode(first.filename)))
+        elsewhere = file is not None and not any(file.is_relative_to(directory) for directory in written)
+        return None if first.errno is None or elsewhere else first
     number = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, Exception) else None
     return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 
@@ -62,12 +69,18 @@ def explained(error: OSError, root: Path, total: int | None, *, committed: bool)
     free = shutil.disk_usage(root if root.exists() else root.parent).free
     state = "the new save is complete, but was not tidied up" if committed else "what was there before is intact"
     space = f"{free:,} bytes are" if total is None else f"The save needs about {total:,} bytes, {free:,} are"
+    advice = "Free space or choose" if is_full(error) else "Choose"
     return type(error)(
         error.errno,
-        f"cannot save to {root}: {error.strerror} at {error.filename or root}. {space} free there; {state}. Free space "
-        "or choose another directory, then save again",
+        f"cannot save to {root}: {error.strerror} at {error.filename or root}. {space} free there; {state}. {advice} "
+        "another directory, then save again",
         str(root),
     )
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether an error reports a full disk or an exhausted quota, so that free space helps."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def fsync(directory: Path) -> None:
@@ -87,6 +100,15 @@ def make_directories(path: Path) -> list[Path]:
             directory.mkdir(exist_ok=True)
             made.append(directory)
     return made
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with its content, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def remove_directories(directories: list[Path]) -> None:

@@ -78,15 +78,15 @@ def check_folder(directory: str | os.PathLike[str]) -> None:
 
 
 def check_new(directory: str | os.PathLike[str]) -> None:
-    """Check that a directory is new or empty. Nothing is changed.
+    """Check that a directory is new or empty but for hidden files, such as ``.git``. Nothing is changed.
 
     Raises:
         OSError: if it is a file.
-        ValueError: if it holds files, or lies in a saved directory, which would be unreadable with other files there.
+        ValueError: if it holds visible files, or lies in a saved directory, which would be unreadable with other files.
     """
     root = Path(directory)
     check_is_directory(root)
-    if root.exists() and (found := sorted(os.listdir(root))):
+    if root.exists() and (found := sorted(name for name in os.listdir(root) if not name.startswith("."))):
         raise ValueError(f"{root} is not empty (holds {some(found)}): choose a new directory")
     _refuse_within_saved(root)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -215,8 +216,11 @@ def write_plain(directory: str | os.PathLike[str], files: Mapping[str, Content])
 def new_directory(directory: str | os.PathLike[str], *, total: int | None = None) -> Iterator[Path]:
     """Yield an empty staging directory, which becomes ``directory`` in one step after the block.
 
+    A directory that exists stays, with its mode and its hidden files, and is filled name by name. It may be the working
+    directory of a shell, a volume of a container, or a fresh clone of a repository.
+
     Args:
-        directory: the target, which is missing or empty.
+        directory: the target, which is missing or empty but for hidden files.
         total: the bytes that the block writes, for the error message; None if they are not known.
     Raises:
         ValueError: as ``check_new``.
@@ -225,8 +229,7 @@ def new_directory(directory: str | os.PathLike[str], *, total: int | None = None
     check_new(directory)
     root = Path(os.path.realpath(directory))  # a link to an empty directory stays
     made = disk.make_directories(root.parent)
-    # an empty directory that cannot be replaced itself, such as a volume of a container, is filled name by name
-    fixed = root.exists() and (os.path.ismount(root) or not os.access(root.parent, os.W_OK))
+    fixed = root.exists()
     staging = (root if fixed else root.parent) / f"{STAGING}{secrets.token_hex(8)}"
     try:
         staging.mkdir()
@@ -234,14 +237,31 @@ def new_directory(directory: str | os.PathLike[str], *, total: int | None = None
         for path in (*staging.rglob("*"), staging):
             disk.fsync(path)
         if fixed:
-            for name in os.listdir(staging):
-                os.rename(staging / name, root / name)
-            staging.rmdir()
+            _fill(root, staging)
         else:
             os.rename(staging, root)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
-        found = disk.failure(error)
-        explained = error if found is None else disk.explained(found, Path(directory), total, committed=False)
+        found = disk.failure(error, (root, staging))
+        explained = None if found is None else disk.explained(found, Path(directory), total, committed=False)
         disk.remove_directories(made)
+        if explained is None:
+            raise
         raise explained from error
+
+
+def _fill(root: Path, staging: Path) -> None:
+    """Move the content of a staging directory to ``root``. If this fails, ``root`` is as before."""
+    # the manifest is last: before it, no reader takes the directory for a saved one
+    names = sorted(os.listdir(staging), key=lambda name: (name == MANIFEST, name))
+    for name in names:
+        if os.path.lexists(root / name):  # a hidden file of the user
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(root / name))
+    try:
+        for name in names:
+            os.rename(staging / name, root / name)
+        staging.rmdir()
+    except BaseException:
+        for name in names:
+            disk.remove(root / name)
+        raise

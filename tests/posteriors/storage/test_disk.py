@@ -77,8 +77,23 @@ def test_concurrent_writers_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_library_reports_a_failure_of_the_disk() -> None:
-    found = disk.failure(SafetensorError("I/O error: No space left on device (os error 28)"))
+    found = disk.failure(SafetensorError("I/O error: No space left on device (os error 28)"), [])
     assert found is not None
     assert (found.errno, found.strerror) == (errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert disk.failure(ValueError("another")) is None
-    assert disk.failure(OSError("words of a library")) is None
+    assert disk.failure(ValueError("another"), []) is None
+    assert disk.failure(OSError("words of a library"), []) is None
+
+
+def test_only_an_error_of_the_written_files_is_a_failure(tmp_path: Path) -> None:
+    for name, count in (("out/x", 1), ("base/config.json", 0), ("outside", 0), (None, 1)):
+        error = OSError(errno.EACCES, "denied", None if name is None else str(tmp_path / name))
+        assert disk.failure(error, [tmp_path / "out"]) is (error if count else None)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(errno.ENOSPC, "Free space or choose another"), (errno.EDQUOT, "Free space or"), (errno.EBUSY, "Choose another")],
+)
+def test_free_space_is_the_advice_for_a_full_disk(code: int, words: str, tmp_path: Path) -> None:
+    error = disk.explained(OSError(code, "reason"), tmp_path, None, committed=False)
+    assert f"is intact. {words}" in error.strerror

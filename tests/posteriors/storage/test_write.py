@@ -213,13 +213,59 @@ def test_a_plain_directory_on_a_full_disk_is_named(tmp_path: Path, monkeypatch: 
     assert names(tmp_path) == set()
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_an_empty_directory_is_filled_where_it_is(fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "volume").mkdir()
+def test_an_empty_directory_is_filled_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(0o2770)
+    (volume / ".git").mkdir()  # of a fresh clone
     (tmp_path / "link").symlink_to("volume")
-    before = (tmp_path / "volume").stat().st_ino
-    monkeypatch.setattr(os.path, "ismount", lambda path: fixed)
-    storage.write_plain(tmp_path / "link", {"x.json": {}, "y/z.json": {}})
-    assert names(tmp_path / "volume") == {"x.json", "y", "y/z.json"}
+    before = volume.stat()
+    monkeypatch.chdir(volume)
+    for directory in (".", tmp_path / "link"):
+        storage.write_plain(directory, {"x.json": {}, "y/z.json": {}})
+        assert set(os.listdir(".")) == {".git", "x.json", "y"}  # the working directory is not a deleted one
+        assert names(volume) >= {"x.json", "y", "y/z.json"}
+        after = volume.stat()
+        assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+        (volume / "x.json").unlink()
+        (volume / "y" / "z.json").unlink()
+        (volume / "y").rmdir()
     assert (tmp_path / "link").is_symlink()
-    assert ((tmp_path / "volume").stat().st_ino == before) is fixed
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_directory_that_is_half_filled_is_emptied(number: int, tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    with failing("rename", number, errno.EBUSY, lasting=True), pytest.raises(OSError, match="Choose another directory"):
+        storage.write_plain(tmp_path, {"a/b.json": {}, "manifest.json": {}, "z.json": {}})
+    assert os.listdir(tmp_path) == [".git"]
+
+
+def test_the_manifest_of_a_filled_directory_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda source, target: (moved.append(Path(target).name), rename(source, target)))
+    storage.write_plain(tmp_path, {"a/b.json": {}, "manifest.json": {}, "z.json": {}})
+    assert moved == ["a", "z.json", "manifest.json"]
+
+
+def test_a_hidden_file_of_the_user_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / ".x.json").write_text("mine")
+    filling = storage.new_directory(tmp_path)
+    staging = filling.__enter__()
+    for name in (".x.json", "a.json"):
+        (staging / name).write_text("new")
+    with pytest.raises(OSError, match=re.escape(f"File exists at {tmp_path}/.x.json")):
+        filling.__exit__(None, None, None)
+    assert os.listdir(tmp_path) == [".x.json"]
+    assert (tmp_path / ".x.json").read_text() == "mine"
+
+
+def test_a_missing_file_that_is_read_is_no_failed_save(tmp_path: Path) -> None:
+    base = tmp_path / "base" / "config.json"
+    with (
+        pytest.raises(FileNotFoundError, match=re.escape(f"No such file or directory: '{base}'")),
+        storage.new_directory(tmp_path / "out"),
+    ):
+        base.read_text()
+    assert names(tmp_path) == set()
