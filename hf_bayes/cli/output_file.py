@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import secrets
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,9 @@ from hf_bayes.posteriors.storage import disk
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_FIXED = (errno.EACCES, errno.EPERM, errno.EBUSY)
+"""The errors of a folder that takes no new file, and of a mounted file. The file itself may be writable."""
 
 
 def check_file(path: str, *, flag: str, formats: tuple[str, ...] = ()) -> None:
@@ -36,7 +42,10 @@ def check_file(path: str, *, flag: str, formats: tuple[str, ...] = ()) -> None:
 
 
 def write_file(file: Path, content: str | bytes, *, flag: str | None = None) -> None:
-    """Replace a file in one step. A failure leaves the old one.
+    """Replace a file in one step, which keeps its mode. A failure leaves the old one.
+
+    A device or a pipe is written directly. So is a file that cannot be replaced: one with several hard links, or one in
+    a folder that cannot be written to.
 
     Args:
         file: the file, in a folder that exists.
@@ -45,25 +54,41 @@ def write_file(file: Path, content: str | bytes, *, flag: str | None = None) -> 
     Raises:
         OSError: if it cannot be written, naming the file and the flag.
     """
-    advice = "free space" if flag is None else f"free space, or name another place with {flag}"
     data = content.encode() if isinstance(content, str) else content
-    target = Path(os.path.realpath(file))  # a link stays
-    part = target.with_name(f".{secrets.token_hex(8)}.part")
+    # tested on the file itself: the real path of /dev/stdout is no file if it is the pipe of a shell
+    direct = file.exists() and (not file.is_file() or file.stat().st_nlink > 1)
     try:
-        if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout, cannot be replaced
-            target.write_bytes(data)
-            return
-        try:
-            disk.write(part, data)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        if not direct:
+            direct = not _is_replaced(Path(os.path.realpath(file)), data)  # a link stays
+        if direct:
+            file.write_bytes(data)
     except OSError as error:
+        state = "it may be incomplete" if direct else "what was there before is intact"
+        advice = ["free space"] if disk.is_full(error) else []
+        advice += [] if flag is None else [f"name another place with {flag}"]
         raise type(error)(
             error.errno,
-            f"cannot write {file} ({error.strerror}); what was there before is intact: {advice}",
+            f"cannot write {file} ({error.strerror}); {state}: {', or '.join(advice) or 'make it writable'}",
             str(file),
         ) from error
+
+
+def _is_replaced(target: Path, data: bytes) -> bool:
+    """Replace a file and return True; return False if only its content can be written."""
+    part = target.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        disk.write(part, data)
+        if target.exists():
+            shutil.copymode(target, part)
+        os.replace(part, target)
+    except OSError as error:
+        if error.errno in _FIXED and os.access(target, os.W_OK):
+            return False
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+    return True
 
 
 def write_figure(file: Path, figure: Figure, *, flag: str, dpi: int) -> None:

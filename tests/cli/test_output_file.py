@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,63 @@ def test_a_link_and_a_pipe_stay(tmp_path: Path) -> None:
     assert os.read(reader, 9) == b"text"
     os.close(reader)
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_the_pipe_of_a_shell_is_written(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    write_file(Path(f"/dev/fd/{writer}"), "text", flag="--html")
+    os.close(writer)
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    code = "from pathlib import Path; from hf_bayes.cli.output_file import write_file; write_file(Path('{}'), 'text')"
+    for place, sink in (("/dev/stdout", "| cat"), ("$1", "")):
+        line = f'{sys.executable} -c "{code.format(place)}" {sink}'
+        shell = ["bash", "-c", line if sink else f"write() {{ {line}; }}; write >(cat) | cat"]
+        assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout == "text"
+
+
+def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text("old")
+    for mode in (0o600, 0o664):
+        file.chmod(mode)
+        write_file(file, f"new {mode}")
+        assert (file.read_text(), file.stat().st_mode & 0o7777) == (f"new {mode}", mode)
+
+
+def test_every_name_of_a_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("old")
+    os.link(tmp_path / "one", tmp_path / "two")
+    write_file(tmp_path / "one", "new")
+    assert (tmp_path / "two").read_text() == "new"
+
+
+@pytest.mark.parametrize(("call", "code"), [("open", errno.EACCES), ("replace", errno.EPERM), ("replace", errno.EBUSY)])
+def test_a_file_that_cannot_be_replaced_is_written(
+    call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    file = tmp_path / "page.html"
+    file.write_text("old")
+    monkeypatch.setattr(os, call, refuse)  # the superuser may write to any folder
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path).exists() and path != file)
+        words = rf"\({os.strerror(code)}\); what was there before is intact: name another place with --html$"
+        with pytest.raises(OSError, match="page") as caught:
+            write_file(file, "new", flag="--html")
+        assert re.search(words, caught.value.strerror)
+        assert file.read_text() == "old"
+    write_file(file, "new", flag="--html")
+    assert file.read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_failure_of_a_device_promises_nothing() -> None:
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_file(Path("/dev/full"), "text", flag="--html")
+    assert "; it may be incomplete: free space, or name" in caught.value.strerror
 
 
 @pytest.mark.parametrize(("ending", "first"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
