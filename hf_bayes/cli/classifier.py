@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,11 +76,12 @@ def classifier(
     weights = model_args.load_model(AutoModelForSequenceClassification, **found.head)
     model, new, _ = weights
     longest, has_table = context_of(core_of(model))
-    give_length(tokenizer, longest)
+    cutting = deepcopy(tokenizer)  # the tokenizer that is saved keeps its own limit
+    give_length(cutting, longest, has_table=has_table)
     with args.main_process_first(desc="tokens"):
         splits = encoded_text(
             loaded.rows,
-            tokenizer,
+            cutting,
             found.labels,
             max_length=labels.max_length,
             longest=longest if has_table else None,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from datasets import ClassLabel, Dataset, DatasetDict, LargeList, List
 
 from hf_bayes.cli.data import check_split, check_texts
+from hf_bayes.cli.padding import row_lengths
 from hf_bayes.cli.row_places import if_filled, place_of
 
 _KINDS = {
@@ -157,12 +158,12 @@ def _in_split(name: str, row: int) -> str:
 
 def _check_lengths(rows: Dataset, place: Callable[[int], str], longest: int | None) -> None:
     """Check that each row has a token, and at most ``longest`` of them (None: any number)."""
-    for row, ids in enumerate(rows["input_ids"]):
-        if not ids:
+    for row, length in enumerate(row_lengths(rows)):
+        if not length:
             raise ValueError(f"{place(row)} has no token, expected text to predict a label from: leave the row out")
-        if longest is not None and len(ids) > longest:
+        if longest is not None and length > longest:
             raise ValueError(
-                f"{place(row)} has {len(ids)} tokens, more than the model's context of {longest}, and its table of "
+                f"{place(row)} has {length} tokens, more than the model's context of {longest}, and its table of "
                 f"positions ends there: lower max_length to {longest}"
             )
 
@@ -255,7 +256,7 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool, known: Sequence[st
         )
     if given is not None:
         names = list(given.values())
-        index: dict[Any, int] = {number: number for number in given}
+        index: dict[Any, int] = {key: number for number, name in given.items() for key in (number, name)}
     else:
         found = _classes(train[column] if several else [train[column]], column)
         if any(isinstance(value, float) for value in found):

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import pyarrow.compute
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
@@ -13,6 +14,9 @@ Padding = Literal["data", "batch"]
 
 MAX_RATIO = 4.0
 """The ratio of the padded length to the mean length of rows, above which padding to one length costs too much."""
+
+_NO_LIMIT = 10**20
+"""The length from which a tokenizer has no limit: transformers writes 10**30."""
 
 
 def give_padding(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> None:
@@ -29,13 +33,16 @@ def give_padding(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> None
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def give_length(tokenizer: PreTrainedTokenizerBase, longest: int | None) -> None:
-    """Lower the length to which a tokenizer cuts texts to the model's context, if it has no limit or a larger one.
+def give_length(tokenizer: PreTrainedTokenizerBase, longest: int | None, *, has_table: bool) -> None:
+    """Lower the length to which a tokenizer cuts texts to the model's context.
+
+    A larger limit of the tokenizer stays if the model can read beyond its context, as with rotary positions.
 
     Args:
         longest: tokens of the model's context, see ``input_check.context_of``; None for no limit.
+        has_table: whether a table of positions ends there.
     """
-    if longest is not None:
+    if longest is not None and (has_table or tokenizer.model_max_length > _NO_LIMIT):
         tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
 
 
@@ -62,13 +69,19 @@ def padding_collator(
     return DataCollatorWithPadding(tokenizer, padding="max_length", max_length=longest_row(rows))
 
 
+def row_lengths(rows: Dataset) -> list[int]:
+    """Return the number of tokens in each encoded row. Arrow knows them without making Python lists of tokens."""
+    lengths: list[int] = pyarrow.compute.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
+    return lengths
+
+
 def longest_row(rows: Iterable[Dataset]) -> int:
     """Return the number of tokens of the longest row. A warning says if padding all rows to it costs too much.
 
     Args:
         rows: all data sets that will be collated, with ``input_ids``.
     """
-    lengths = [len(ids) for part in rows for ids in part["input_ids"]]
+    lengths = [length for part in rows for length in row_lengths(part)]
     longest, mean = max(lengths), sum(lengths) / len(lengths)
     if longest > MAX_RATIO * mean:
         warnings.warn(

@@ -46,7 +46,10 @@ def test_texts_are_cut_at_the_model_s_context(tmp_path: Path) -> None:
         "\n".join(json.dumps({"text": "a chain " * i, "parity": ("even", "odd")[i % 2]}) for i in range(1, 9))
     )
     found = classifier(*given)
-    assert max(map(len, found.train_dataset["input_ids"])) == found.processing_class.model_max_length == 8
+    assert max(map(len, found.train_dataset["input_ids"])) == 8
+    # the saved tokenizer cuts as that of the base model
+    assert found.processing_class.model_max_length == tiny_tokenizer().model_max_length
+    assert found.processing_class.backend_tokenizer.truncation is None
     given[2].max_length = 12
     with pytest.raises(ValueError, match=r"line \d of .*rows.jsonl has \d+ tokens, more than the model's context of 8"):
         classifier(*given)

@@ -76,6 +76,17 @@ def test_the_names_of_a_class_label_are_kept(tokenizer: PreTrainedTokenizerFast)
     assert encoded["train"]["labels"] == [1, 0]
 
 
+def test_names_of_a_class_label_are_read_beside_its_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
+    train = Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)
+    named = Dataset.from_dict({"text": ["a", "b"], "label": ["yes", "no"]})
+    found = labelled_text(DatasetDict(train=train, validation=named), tokenizer)
+    assert found.splits["validation"]["labels"][:] == [1, 0]
+    other = Dataset.from_dict({"text": ["a", "b"], "label": ["yes", "perhaps"]})
+    with pytest.raises(ValueError, match=r"row 2 .* has the label 'perhaps', expected one of the 2 classes"):
+        labelled_text(DatasetDict(train=train, validation=other), tokenizer)
+
+
 def test_texts_are_cut_at_max_length(splits: DatasetDict, tokenizer: PreTrainedTokenizerFast) -> None:
     encoded, _ = labelled_text(splits, tokenizer, max_length=2)
     assert {len(ids) for ids in encoded["train"]["input_ids"]} == {2}

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from hf_bayes.cli.padding import give_length, give_padding, padding_collator
+from hf_bayes.cli.padding import give_length, give_padding, padding_collator, row_lengths
 from tests.tiny_models import tiny_gpt2, tiny_tokenizer
 
 
@@ -33,12 +33,30 @@ def test_a_missing_padding_token_is_the_same_for_both(known: int | None, token: 
     assert config.pad_token_id == tokenizer.pad_token_id
 
 
-@pytest.mark.parametrize(("limit", "longest", "length"), [(10**30, 64, 64), (32, 64, 32), (32, None, 32)])
-def test_a_tokenizer_cuts_no_later_than_the_context(limit: int, longest: int | None, length: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "longest", "has_table", "length"),
+    [
+        (10**30, 64, True, 64),
+        (10**30, 64, False, 64),
+        (32, 64, True, 32),
+        (32, None, False, 32),
+        (128, 64, True, 64),
+        (128, 64, False, 128),  # rotary positions go on
+    ],
+)
+def test_a_tokenizer_cuts_no_later_than_the_model_reads(
+    limit: int, longest: int | None, has_table: bool, length: int
+) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.model_max_length = limit
-    give_length(tokenizer, longest)
+    give_length(tokenizer, longest, has_table=has_table)
     assert tokenizer.model_max_length == length
+
+
+def test_lengths_are_those_of_the_rows() -> None:
+    rows = rows_of(2, 0, 6)
+    assert row_lengths(rows) == [2, 0, 6]
+    assert row_lengths(rows.select([2, 0])) == [6, 2]  # the table still has all rows
 
 
 def test_batches_are_padded_alone_on_request(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -20,7 +20,7 @@ EIGHTH_REVIEW_DATA = (
           "label_column=None if numbers else labels.label_column", "label_column=None",
           ("cli/test_classifier.py::test_the_split_of_a_run_keeps_each_class",)),
     Fault("eighth: texts are not cut at the model's context", "cli/classifier.py",
-          "    give_length(tokenizer, longest)\n", "",
+          "    give_length(cutting, longest, has_table=has_table)\n", "",
           ("cli/test_classifier.py::test_texts_are_cut_at_the_model_s_context",)),
     Fault("eighth: a row of a validation file keeps the kind of its own file", "cli/data.py",
           "with_kinds_of(load_files(group), splits[\"train\"])", "load_files(group)",

@@ -92,8 +92,8 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
     model = load() if model is None else model
     give_padding(tokenizer, model.core.config)
-    longest = context_of(model.core)[0]
-    give_length(tokenizer, longest)
+    longest, has_table = context_of(model.core)
+    give_length(tokenizer, longest, has_table=has_table)
     target = Target(head_of(config, args.posterior), longest, args.text_column)
     sets = case.read(files, tokenizer, target, chosen)
     collate = case.collate(tokenizer, sets, chosen)
