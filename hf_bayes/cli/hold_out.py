@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from datasets import Dataset
+from datasets import ClassLabel, Dataset
 
 from hf_bayes.cli.row_places import Splits
 
@@ -18,7 +18,8 @@ def hold_out(splits: Splits, fraction: float, *, text_column: str, label_column:
     Args:
         fraction: the share of the rows, or of the text.
         text_column: the column of the text.
-        label_column: the column of the classes, see ``keep_classes``; None for rows without classes.
+        label_column: the column of the classes, see ``keep_classes``; None for rows without classes. The rows of
+            a ``ClassLabel`` stay random: its classes are known without a row of each.
         seed: the seed of the random rows.
     Raises:
         ValueError: for one text that is too short, and if each row is the only one of its class.
@@ -34,7 +35,7 @@ def hold_out(splits: Splits, fraction: float, *, text_column: str, label_column:
     parts = numbers.train_test_split(test_size=math.ceil(fraction * len(train)), seed=seed)
     kept, held = list(parts["train"]["number"]), list(parts["test"]["number"])
     if label_column in train.column_names:
-        keep_classes(kept, held, [_classes_of(label) for label in train[label_column]])
+        keep_classes(kept, held, _classes_in(train[label_column], train.features[label_column]))
     for name, rows in (("train", kept), ("validation", held)):
         splits.numbers[name] = rows
         splits.rows[name] = train.select(rows)
@@ -71,14 +72,26 @@ def keep_classes(kept: list[int], held: list[int], classes: Sequence[set[str]]) 
         raise ValueError(
             f"no row can be held out, because each of the {len(kept)} rows is the only one of its class: give a "
             "validation file, more rows of each class, or a validation_fraction of 0, which holds nothing out. If the "
-            "labels are no classes, name another column, or set regression"
+            "labels are not classes, name another column, or set regression"
         )
 
 
+def _classes_in(labels: Sequence[Any], kind: Any) -> list[set[str]]:
+    """Return the classes of each row that only the rows name: none of a ``ClassLabel``, which has their names.
+
+    Args:
+        labels: the label of each row.
+        kind: the feature of their column.
+    """
+    if isinstance(getattr(kind, "feature", kind), ClassLabel):
+        return [set() for _ in labels]
+    return [_classes_of(label) for label in labels]
+
+
 def _classes_of(label: Any) -> set[str]:
-    """Return the classes of a row as texts: none for a missing label, and none for a number to predict."""
+    """Return the classes of a row as texts: texts, integers or booleans. Other values are refused or predicted."""
     values = label if isinstance(label, list) else [label]
-    return {repr(value) for value in values if value is not None and not isinstance(value, float)}
+    return {repr(value) for value in values if isinstance(value, (str, int))}
 
 
 def cut_text(text: str, fraction: float, *, column: str) -> tuple[Dataset, Dataset] | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import ClassLabel, Dataset
 
 from hf_bayes.cli.data import load_splits
 from hf_bayes.cli.hold_out import cut_text, keep_classes
@@ -37,6 +38,20 @@ def test_a_split_with_all_classes_stays_as_it_is(tmp_path: Path) -> None:
         numbers = load_splits(file).numbers
         assert load_splits(file, label_column="label").numbers == numbers
         assert load_splits(file, label_column="other").numbers == numbers  # refused later, with the file's columns
+
+
+def test_classes_with_names_of_their_own_change_no_split(tmp_path: Path) -> None:
+    names = [f"class {i}" for i in range(40)]
+    rows = Dataset.from_dict({"text": ["a b"] * 120, "label": [i % 40 for i in range(120)]})
+    rows = rows.cast_column("label", ClassLabel(names=names))
+    rows.save_to_disk(tmp_path / "saved")
+    plain, found = (load_splits(str(tmp_path / "saved"), label_column=column) for column in (None, "label"))
+    assert found.numbers == plain.numbers
+
+
+def test_values_that_are_no_classes_change_no_split(tmp_path: Path) -> None:
+    file = labelled(tmp_path, [{"score": i} for i in range(20)])
+    assert load_splits(file, label_column="label").numbers == load_splits(file).numbers  # refused later, as mappings
 
 
 def test_rows_move_alone_if_none_can_be_spared() -> None:
