@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset
 
 from hf_bayes.cli.hold_out import cut_text, hold_out
-from hf_bayes.cli.local_files import check_formats, is_local, load_files, matching, suffix_of, with_kinds_of
+from hf_bayes.cli.local_files import (
+    check_formats,
+    is_local,
+    is_saved,
+    load_files,
+    load_saved,
+    matching,
+    saved_splits,
+    suffix_of,
+    with_kinds_of,
+)
 from hf_bayes.cli.parsing import read_text
 from hf_bayes.cli.row_places import Splits, if_filled, place_of
 
@@ -39,11 +48,12 @@ def load_splits(
             validation split.
         text_column: the column that holds the text.
         label_column: the column of the classes, if rows have classes. Random rows are then held out so that the
-            training split keeps a row of each class.
+            training split keeps a row of each class. A ``ClassLabel`` names its classes, so its rows stay random.
         seed: the seed of the random split.
         revision: the revision of a Hub data set.
     Raises:
-        ValueError: for a file of unknown format, an empty split, a missing column, a fraction outside [0, 1).
+        ValueError: for a file of unknown format, an empty split, a missing column, a fraction outside [0, 1), and an
+            argument of another kind of data set.
         FileNotFoundError: for a pattern that matches nothing.
     """
     if not 0 <= validation_fraction < 1:
@@ -52,23 +62,24 @@ def load_splits(
             "give the share of the training rows to evaluate on, such as 0.1"
         )
     sources = {name: f"the split {name!r} of {dataset!r}" for name in ("train", "validation")}
+    if is_local(dataset) or is_saved(dataset):
+        for argument, value in (("dataset_config", config), ("revision", revision)):
+            if value is not None:
+                raise ValueError(f"{argument}={value!r} is for a data set of the Hub, got {dataset!r}: leave it out")
     if is_local(dataset):
-        if config is not None:
-            raise ValueError(f"dataset_config={config!r} is for a data set of the Hub, got {dataset!r}: leave it out")
         splits = _load_local(dataset, validation_file)
         sources = {"train": dataset, "validation": validation_file or dataset}
     elif validation_file is not None:
         raise ValueError(
-            f"validation_file={validation_file!r} goes with a local training file, got the Hub data set {dataset!r}: "
+            f"validation_file={validation_file!r} goes with a local training file, got the "
+            f"{'folder' if is_saved(dataset) else 'Hub data set'} {dataset!r}: "
             "leave it out, or give files for both"
         )
     elif is_saved(dataset):
-        loaded = load_from_disk(dataset)
-        splits = DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
+        splits = _load_folder(dataset)
     else:
         splits = load_dataset(dataset, config, revision=revision)
-    if "train" not in splits:
-        raise ValueError(f"{dataset!r} has no split 'train', only {', '.join(splits)}")
+    _check_train(splits, dataset)
     for name in ("train", "validation"):
         if name in splits:
             what = f"the split {name!r} of {dataset!r}"
@@ -92,9 +103,19 @@ def _load_local(train: str, validation: str | None) -> DatasetDict:
     return splits
 
 
-def is_saved(name: str) -> bool:
-    """Return whether a name is a folder that ``save_to_disk`` of ``datasets`` has written."""
-    return any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
+def _load_folder(folder: str) -> DatasetDict:
+    """Return the splits "train" and "validation" (if there is one) of a folder of ``save_to_disk``."""
+    folders = saved_splits(folder)
+    _check_train(folders, folder)
+    splits = DatasetDict(train=load_saved(folders["train"]))
+    if "validation" in folders:
+        splits["validation"] = with_kinds_of(load_saved(folders["validation"]), splits["train"])
+    return splits
+
+
+def _check_train(splits: Iterable[str], dataset: str) -> None:
+    if "train" not in splits:
+        raise ValueError(f"{dataset!r} has no split 'train', only {', '.join(splits)}")
 
 
 def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "text") -> tuple[Dataset, Dataset]:
@@ -115,7 +136,7 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
             f"held_out must lie strictly between 0 and 1, got {held_out}: each episode is tested on its end, so give "
             "the share of it, such as 0.15"
         )
-    if is_local(source):
+    if is_local(source) or is_saved(source):  # the folder is refused
         rows = load_files(matching(source))
     else:
         name, _, split = source.partition(":")

@@ -74,6 +74,31 @@ def test_a_saved_data_set_is_read(tmp_path: Path, split: bool) -> None:
     assert load_splits(str(tmp_path / "saved"), validation_fraction=0).rows["train"].to_list() == ROWS
 
 
+def test_a_saved_data_set_has_its_own_validation_rows(tmp_path: Path) -> None:
+    rows, folder = Dataset.from_list(ROWS), str(tmp_path / "saved")
+    DatasetDict(train=rows, validation=rows.select([3]), test=rows.select([])).save_to_disk(folder)
+    assert load_splits(folder).rows["validation"].to_list() == [ROWS[3]]
+    DatasetDict(test=rows).save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"other' has no split 'train', only test"):
+        load_splits(str(tmp_path / "other"))
+
+
+def test_arguments_for_another_kind_of_data_are_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    Dataset.from_list(ROWS).save_to_disk(folder)
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    for name in (folder, file):
+        with pytest.raises(ValueError, match=rf"dataset_config='a' is for a data set of the Hub, got '{name}': leave"):
+            load_splits(name, config="a")
+        with pytest.raises(ValueError, match=rf"revision='a' is for a data set of the Hub, got '{name}': leave"):
+            load_splits(name, revision="a")
+    with pytest.raises(ValueError, match=rf"goes with a local training file, got the folder '{folder}': leave it out"):
+        load_splits(folder, validation_file=file)
+    for load in (load_rows, load_episode, texts_in):
+        with pytest.raises(ValueError, match=rf"{folder} is a folder, expected a file or a glob"):
+            load(folder)
+
+
 def test_text_files_are_one_text_each(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write(tmp_path / f"{name}.txt", ROWS)

@@ -13,6 +13,7 @@ from hf_bayes.cli.row_places import place_of
     [
         ("a.jsonl", '{"a": 1}\n\n{"a": 2}\n{"a": 3}', (1, 3, 4)),
         ("a.csv", 'text,n\n"two\nlines",1\n\nlast,2\n', (2, 5)),
+        ("a.tsv", 'text\tn\n"begins\t1\nends"\t2\n', (2, 3)),
     ],
 )
 def test_a_row_has_the_line_that_an_editor_shows(
