@@ -259,7 +259,7 @@ class DataArguments:
 
     _argument_group_name = "data"
 
-    dataset: str = field(metadata={"help": "A .txt, .jsonl, .csv, .tsv or .parquet file or glob, or a Hub data set."})
+    dataset: str = field(metadata={"help": "A .txt, .json(l), .csv, .tsv or .parquet file, saved folder, or Hub data."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     validation_file: str | None = field(default=None, metadata={"help": "Local files to evaluate on."})
     validation_fraction: float = field(
