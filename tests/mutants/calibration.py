@@ -49,7 +49,7 @@ CALIBRATION = (
           (f"{CURRENT}test_the_temperature_follows_what_the_model_predicts_by",)),
     Fault("calibration: other members get the temperature", "models/base.py",
           "return shown.temperature if shown else stored", "return stored",
-          (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
+          (f"{CURRENT}test_the_temperature_follows_what_the_model_predicts_by",)),
     Fault("calibration: other predictions get the temperature", "models/current_members.py",
           "return temperature if fitted_for == predictions else 1.0", "return temperature",
           ("models/test_current_members.py::test_a_temperature_of_other_predictions_is_left_out",)),

@@ -159,6 +159,7 @@ _OF_TRAINERS = (
     PrivateName(_TRAINER, "compute_loss_context_manager", (), "called"),
     PrivateName(f"{_JIT}.JITCheckpointCallback", "jit_manager", None, "read"),
     PrivateName(f"{_JIT}.CheckpointManager", "is_checkpoint_requested", None, "replaced"),
+    PrivateName(f"{_JIT}.CheckpointManager", "setup_signal_handler", (), "called"),
     PrivateName(_TRAINER, "_get_train_sampler", ("train_dataset",), "refused"),  # see checks.host_trainers
 )
 

@@ -9,6 +9,7 @@ import pytest
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, TextGenerationPipeline, Trainer, TrainingArguments
 from transformers.cache_utils import DynamicLayer
+from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 
 from hf_bayes.core.compat import PrivateName
 from hf_bayes.members.compat.transformers_names import NAMES
@@ -30,6 +31,8 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "transformers.modeling_layers.GradientCheckpointingLayer": lambda: checkpointed().model.layers[0],
     "transformers.PreTrainedModel": checkpointed,
     "transformers.PreTrainedConfig": lambda: tiny_gpt2().config,
+    "transformers.trainer_jit_checkpoint.JITCheckpointCallback": JITCheckpointCallback,
+    "transformers.trainer_jit_checkpoint.CheckpointManager": lambda: CheckpointManager(None),
     "transformers.Pipeline": lambda: TextGenerationPipeline(model=tiny_llama(), tokenizer=tiny_tokenizer()),
 }
 """Classes whose attributes are set on their objects, and how to make such an object."""
