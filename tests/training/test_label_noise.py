@@ -166,6 +166,10 @@ def test_an_estimate_to_compare_with_has_a_noise_of_its_own(tmp_path: Path, monk
     run.train()
     noise, seen, used = run.active.noise, [], []
     assert noise is not None
+    fitted = run.bayesian.likelihood
+    with noise.using(2 * noise.of_run):
+        assert run.bayesian.likelihood.noise_std == 2 * noise.of_run
+    assert run.bayesian.likelihood is fitted
     best_fit, estimate = noise.best_fit, map_comparison.adamw_estimate
 
     def fit_seen(max_rows: int) -> Any:
