@@ -70,7 +70,7 @@ def test_a_run_that_sigterm_ended_resumes_bitwise(tmp_path, place) -> None:
     assert losses(resumed) == losses(whole)
 
 
-def test_a_second_run_handles_sigterm_and_begins_without_a_request(tmp_path) -> None:
+def test_a_second_run_handles_sigterm_without_an_old_request(tmp_path) -> None:
     trainer = run(tmp_path)
     trainer.callback_handler.callbacks.insert(0, asking(trainer, "on_step_end", 10))
     trainer.train()
@@ -84,7 +84,7 @@ def test_a_second_run_handles_sigterm_and_begins_without_a_request(tmp_path) -> 
     assert handlers == 10 * [manager._sigterm_handler]
 
 
-def test_an_evaluation_that_is_due_cannot_take_the_checkpoint_away(tmp_path) -> None:
+def test_an_evaluation_that_is_due_takes_no_checkpoint_away(tmp_path) -> None:
     changes = {"save_strategy": "best", "metric_for_best_model": "nll", "eval_strategy": "steps", "eval_steps": 1}
     trainer = run(tmp_path, eval_dataset=runs.token_rows(4), **changes)
     trainer.callback_handler.callbacks.insert(0, asking(trainer, "on_step_begin", 3))
