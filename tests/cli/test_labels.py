@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+from packaging.version import Version
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from hf_bayes.cli.data import load_rows, load_splits
@@ -202,10 +204,11 @@ def test_labels_of_several_kinds_are_refused(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"text": "a", "label": label}) for label in labels))
-    splits = DatasetDict(train=load_rows(str(file)))
     words = rf"the column 'label' holds values of several kinds \({kinds}\), expected classes of one kind: write each"
+    if Version(datasets.__version__).major < 5:  # it does not read such a column
+        words = r"rows.jsonl cannot be read as json \(JSON parse error: Column\(/label"
     with pytest.raises(ValueError, match=words):
-        labelled_text(splits, tokenizer)
+        labelled_text(DatasetDict(train=load_rows(str(file))), tokenizer)
 
 
 def test_a_column_has_one_use(splits: DatasetDict, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -75,7 +75,12 @@ def test_words_beyond_the_last_token_are_left_out(tmp_path: Path, model: Bayesia
         (["a b"], ["O X"], {}, r"line 1 of .*test.jsonl has the label 'O X', expected tags out of the 3 classes"),
         ([""], [""], {}, r"line 1 of .*test.jsonl has '' in the column 'text', expected a list of words, or text"),
         ([3], ["O"], {}, r"line 1 of .*test.jsonl has 3 in the column 'text', expected a list of words"),
-        (["a b", [""]], ["O O", ["O"]], {}, r"^line 2 of .*test.jsonl has no word with a token: drop the row$"),
+        (
+            [["a", "b"], [""]],
+            [["O", "O"], ["O"]],
+            {},
+            r"^line 2 of .*test.jsonl has no word with a token: drop the row$",
+        ),
         (["a"], ["O"], {"label_column": "tags"}, r"test.jsonl has no column 'tags', only text, label: name one"),
         (["a"], ["O"], {"label_column": "text"}, "columns of the text, .* and the label must differ"),
         (["a"], ["O"], {"pair_column": "b"}, "--pair_column b: a tagger reads one text, leave it out"),
