@@ -124,13 +124,11 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
     def finish(state: Any, draws: Tensor) -> Any:
         return sampler.finish(inner_state(state), draws)
 
-    def estimates(state: Any) -> bool:
-        return int(state.trial_num_taken[0]) < measured
-
     return Rule(
         init=whitened.init, locate=locate_at_theta, update=whitened.update, finish=finish,
         early_passes={0: whitened.find_root, measured: whitened.choose},
-        anchor=whitened.anchor, rescale=whitened.rescale, restart=whitened.restart, estimates=estimates,
+        anchor=whitened.anchor, rescale=whitened.rescale, restart=whitened.restart,
+        estimates=lambda state: int(state.trial_num_taken[0]) < measured,
     )  # fmt: skip
 
 
